@@ -1,0 +1,40 @@
+"""The `megatron-efa` command: one line a subcommand, each in a room of its own.
+
+A room's `cli` module offers `add_arguments(parser)` and `run(args) -> int`. It is imported only when
+its subcommand is called, so that `megatron-efa fork sync` works before there is a fork (or a torch).
+"""
+
+import argparse
+import importlib
+import sys
+
+from megatron.efa.errors import EfaError
+
+SUBCOMMANDS: dict[str, tuple[str, str]] = {
+    "fork": ("megatron.efa.fork.cli", "lay out, verify, export and rebase the patched upstream"),
+    "emulate": ("megatron.efa.emulate.cli", "run a training job on an emulated cluster"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `megatron-efa argv` and return its exit code; an `EfaError` becomes one line on stderr."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="megatron-efa", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    room = None
+    for name, (module, summary) in SUBCOMMANDS.items():
+        chosen = bool(argv) and argv[0] == name
+        sub = commands.add_parser(name, help=summary, description=summary, add_help=chosen)
+        if chosen:
+            room = importlib.import_module(module)
+            room.add_arguments(sub)
+    args = parser.parse_args(argv)
+    try:
+        return room.run(args)
+    except EfaError as error:
+        print(f"megatron-efa: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
