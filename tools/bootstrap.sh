@@ -15,6 +15,10 @@ die() { echo "bootstrap: $*" >&2; exit 2; }
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; }
 
+is_this_venv() { "$1" -c 'import os, sys; sys.exit(os.path.realpath(sys.prefix) != os.path.realpath(sys.argv[1]))' "$venv"; }
+
+brings_torch() { ! is_this_venv "$1" && has_torch "$1"; }
+
 # Usable: imports, and is at least the oldest release that pyproject.toml's `torch` extra names. An
 # image's own build ("2.11.0a0+nv26.02") counts, although no version range would accept it.
 has_torch() {
@@ -40,7 +44,7 @@ find_python() { # the first interpreter that satisfies the test given
 }
 
 extras="torch,dev"
-if python=$(find_python has_torch); then
+if python=$(find_python brings_torch); then
     extras="dev"
     echo "bootstrap: keeping the PyTorch of $(command -v "$python")"
     # `--system-site-packages` of an interpreter that is itself in a virtual environment shows its base's
