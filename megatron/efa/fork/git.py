@@ -50,7 +50,7 @@ def git(
     if check and done.returncode:
         reason = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
         raise EfaError(
-            f"git {arguments[0]} failed in {repository} ({reason[-1] if reason else 'no reason given'}): "
+            f"git {arguments[0]} failed in {repository} ({' '.join(reason[-1:]) or 'no reason'}): "
             "start again after `megatron-efa fork rebase --abort`"
         )
     return done

@@ -1,9 +1,9 @@
 """Move the series to another release by a real three-way merge.
 
-Without context a patch applies anywhere without complaint, so it is never applied to another base.
-Instead a scratch repository gets the old base, one commit a patch, and the new base beside them, and
-`git rebase` moves the commits over. Only what comes out of it is written as patches again; until then
-neither `patches/` nor the tree is touched.
+Without context a patch applies anywhere without complaint, so it is never applied to another
+base. Instead a scratch repository gets the old base, one commit a patch, and the new base beside
+them, and `git rebase` moves the commits over. Only what comes out of it is written as patches
+again; until then neither `patches/` nor the tree is touched.
 """
 
 import json
@@ -24,6 +24,7 @@ from megatron.efa.fork.state import Kind, refusal_of_edits
 from megatron.efa.fork.sync import check_compiles, locked, sync
 from megatron.efa.fork.wheel import Base, find, obtain
 
+Moved = dict[int, Patch]
 OLD, NEW, SERIES = "old-base", "new-base", "series"
 
 
@@ -90,8 +91,8 @@ def start(layout: Layout, version: str, *, directory: Path | None = None) -> str
     with locked(layout):
         if scratch.directory.exists():
             raise EfaError(
-                f"a rebase to {scratch.read().version} is under way: go on by `megatron-efa fork rebase "
-                "--continue` or give it up by `--abort`"
+                f"a rebase to {scratch.read().version} is under way: go on by `megatron-efa fork "
+                "rebase --continue` or give it up by `--abort`"
             )
         pin, series = layout.pin(), load(layout.patches)
         tree = state.inspect(layout, digest(pin.sha256, series))
@@ -130,8 +131,8 @@ def abort(layout: Layout) -> str:
         progress = scratch.read()
         if progress.finishing:
             raise EfaError(
-                "patches/ is half rewritten already: finish by `megatron-efa fork rebase --continue`, or "
-                f"restore patches/ with git and delete {scratch.directory}"
+                "patches/ is half rewritten already: finish by `megatron-efa fork rebase "
+                f"--continue`, or restore patches/ with git and delete {scratch.directory}"
             )
         _remove(scratch)
     return f"the rebase to {progress.version} is forgotten; patches/ and megatron/ are as they were"
@@ -190,7 +191,7 @@ def _step(scratch: Scratch, *command: str) -> None:
     if not paths:
         reason = done.stderr.decode(errors="replace").strip().splitlines()
         raise EfaError(
-            f"git cannot go on in {scratch.repository} ({reason[-1] if reason else 'no reason given'}): "
+            f"git cannot go on in {scratch.repository} ({' '.join(reason[-1:]) or 'no reason'}): "
             "mend it there and run `megatron-efa fork rebase --continue`, or `--abort`"
         )
     subject = git(scratch.repository, "log", "-1", "--format=%s", "REBASE_HEAD").stdout.decode()
@@ -200,15 +201,14 @@ def _step(scratch: Scratch, *command: str) -> None:
     _report(scratch, progress, replay(scratch.repository, scratch.series, NEW), stopped=number)
     raise EfaError(
         f"patches/{number}-{title}.patch conflicts with {progress.version} in "
-        f"{', '.join(str(scratch.repository / path) for path in paths)}: resolve it there, then run "
-        "`megatron-efa fork rebase --continue` (or `--abort`)"
+        f"{', '.join(str(scratch.repository / path) for path in paths)}: resolve it there, then "
+        "run `megatron-efa fork rebase --continue` (or `--abort`)"
     )
 
 
-def _report(
-    scratch: Scratch, progress: Progress, moved: dict[int, Patch], stopped: str = ""
-) -> None:
-    text = report.render(scratch.repository, scratch.series, moved, progress, stopped)
+def _report(scratch: Scratch, progress: Progress, moved: Moved, stopped: str = "") -> None:
+    repository, series = scratch.repository, scratch.series
+    text = report.render(repository, series, moved, progress.version, progress.conflicts, stopped)
     aside = scratch.report.with_suffix(".new")
     aside.write_text(text)
     aside.replace(scratch.report)
@@ -220,8 +220,8 @@ def _finish(scratch: Scratch) -> str:
     unchanged = digest("", load(layout.patches)) == digest("", old)
     if not progress.finishing and not unchanged:
         raise EfaError(
-            f"{layout.patches} has changed since the rebase began: restore it with git, or start again "
-            "after `megatron-efa fork rebase --abort`"
+            f"{layout.patches} has changed since the rebase began: restore it with git, or start "
+            "again after `megatron-efa fork rebase --abort`"
         )
     moved = replay(scratch.repository, old, NEW)
     _report(scratch, progress, moved)
@@ -235,8 +235,8 @@ def _finish(scratch: Scratch) -> str:
         )
     except EfaError as error:
         raise EfaError(
-            f"{error}, by commits in {scratch.repository} (`git rebase --interactive {NEW}`), then run "
-            "`megatron-efa fork rebase --continue`"
+            f"{error}, by commits in {scratch.repository} (`git rebase --interactive {NEW}`), then "
+            "run `megatron-efa fork rebase --continue`"
         ) from None
     progress.finishing = True
     scratch.write(progress)

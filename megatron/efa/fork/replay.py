@@ -1,6 +1,6 @@
 """Read the commits that a rebase made back as patches."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,22 +21,23 @@ def check_resolution(repository: Path, conflicts: list[str]) -> None:
     """
     for path in conflicts:
         file = repository / path
-        for number, line in enumerate(_lines_of(file), start=1):
+        text = file.read_bytes() if file.is_file() else b""
+        for number, line in enumerate(lines.split(text), start=1):
             if line.startswith(_MARKERS):
                 raise EfaError(
                     f"{file}:{number} still has a conflict marker: resolve it, then run "
                     "`megatron-efa fork rebase --continue`"
                 )
-    changed = names(repository, "diff", "--name-status", "--no-renames", "-z", "HEAD")
-    untracked = names(repository, "ls-files", "--others", "-z")
-    pairs = [*zip(changed[::2], changed[1::2], strict=True), *(("A", path) for path in untracked)]
-    for status, path in pairs:
-        before = git(repository, "show", f"HEAD:{path}", check=False).stdout
-        _inserted(path, status, lines.split(before), _lines_of(repository / path))
+    changed = names(repository, "diff", "--name-only", "--no-renames", "-z", "HEAD")
+    for path in {*changed, *names(repository, "ls-files", "--others", "-z")}:
+        file = repository / path
+        after = lines.split(file.read_bytes()) if file.is_file() else None
+        _inserted(path, _lines_at(repository, "HEAD", path), after)
 
 
-def _lines_of(file: Path) -> list[bytes]:
-    return lines.split(file.read_bytes()) if file.is_file() else []
+def _lines_at(repository: Path, commit: str, path: str) -> list[bytes] | None:
+    done = git(repository, "show", f"{commit}:{path}", check=False)
+    return None if done.returncode else lines.split(done.stdout)
 
 
 def replay(repository: Path, series: list[Patch], base: str) -> dict[int, Patch]:
@@ -51,19 +52,16 @@ def replay(repository: Path, series: list[Patch], base: str) -> dict[int, Patch]
     moved: dict[int, Patch] = {}
     for commit, patch in _commits(repository, series, base):
         number = len(moved) + 1
-        changed = names(
-            repository, "diff-tree", "-r", "-z", "--no-commit-id", "--name-status",
-            "--no-renames", commit,
-        )  # fmt: skip
-        for status, path in zip(changed[::2], changed[1::2], strict=True):
+        options = ("-r", "-z", "--no-commit-id", "--name-only", "--no-renames")
+        for path in names(repository, "diff-tree", *options, commit):
             before = files.get(path)
             if before is None:
-                text = git(repository, "show", f"{base}:{path}", check=False).stdout
-                before = [(line, 0) for line in lines.split(text)]
-            after = lines.split(git(repository, "show", f"{commit}:{path}", check=False).stdout)
+                text = _lines_at(repository, base, path)
+                before = None if text is None else [(line, 0) for line in text]
             prefer = {hunk.lines for hunk in patch.hunks if hunk.path == path}
-            marks = _inserted(path, status, [line for line, _ in before], after, prefer)
-            owners = iter([owner for _, owner in before])
+            old = None if before is None else [line for line, _ in before]
+            marks = _inserted(path, old, _lines_at(repository, commit, path), prefer)
+            owners = iter([owner for _, owner in before or ()])
             files[path] = [(x, number if mark == align.NEW else next(owners)) for x, mark in marks]
         hunks = [h for path in sorted(files) for h in lines.hunks(path, files[path], number)]
         if hunks:
@@ -79,8 +77,9 @@ def _commits(repository: Path, series: list[Patch], base: str) -> Iterator[tuple
         number = subject.split(" ", 1)[0]
         if not number.isdigit() or not last < int(number) <= len(series):
             raise EfaError(
-                f"commit {commit[:10]} ({subject}) in {repository} is none of the series, or out of "
-                "order: squash it into that of its patch, then run `megatron-efa fork rebase --continue`"
+                f"commit {commit[:10]} ({subject}) in {repository} is none of the series, or out "
+                "of order: squash it into that of its patch, then run "
+                "`megatron-efa fork rebase --continue`"
             )
         last = int(number)
         yield commit, series[last - 1]
@@ -88,21 +87,22 @@ def _commits(repository: Path, series: list[Patch], base: str) -> Iterator[tuple
 
 def _inserted(
     path: str,
-    status: str,
-    before: list[bytes],
-    after: list[bytes],
-    prefer: set[tuple[bytes, ...]] | frozenset[tuple[bytes, ...]] = frozenset(),
+    before: list[bytes] | None,
+    after: list[bytes] | None,
+    prefer: Collection[tuple[bytes, ...]] = (),
 ) -> Lines:
     """`after` with owner 0 for the lines of `before` and `NEW` for inserted ones."""
     mend = "mend it in the scratch repository, then run `megatron-efa fork rebase --continue`"
-    if status not in ("M", "U"):
-        word = "removed" if status == "D" else "created"
-        raise EfaError(f"{path} is {word} there, but a patch may only insert lines: {mend}")
+    if before is None and after is None:  # a conflict about a file that is gone upstream too
+        return []
+    if before is None or after is None:
+        word = "removed" if after is None else "created"
+        raise EfaError(f"{path} is {word} by the patch, but it may only insert lines: {mend}")
     try:
         return align.own([(line, 0) for line in before], after, prefer)
     except align.BaseLineLost as lost:
         text = lost.text.decode(errors="replace").strip()
         raise EfaError(
-            f"{path}: line {lost.number} before the patch ({text!r}) is changed or gone, but a patch "
-            f"may only insert: {mend}"
+            f"{path}: line {lost.number} before the patch ({text!r}) is changed or gone, but a "
+            f"patch may only insert: {mend}"
         ) from None

@@ -1,11 +1,10 @@
 """What a rebase did, for the engineer who has to judge it.
 
-A clean merge says where lines went, not that they mean the same there. So for each patch and file the
-report says how much of the file upstream changed and whether the insertion still has its neighbours.
+A clean merge says where lines went, not that they mean the same there. So for each patch and file
+the report says how much of it upstream changed, and whether insertions still have their neighbours.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.efa.errors import EfaError
 from megatron.efa.fork import lines
@@ -13,13 +12,10 @@ from megatron.efa.fork.git import git
 from megatron.efa.fork.series import Hunk, Patch
 from megatron.efa.fork.sync import check_compiles
 
-if TYPE_CHECKING:
-    from megatron.efa.fork.rebase import Progress
-
 _LEGEND = """\
-clean: same line, same neighbours. moved: other line, same neighbours. neighbours changed: merged by
-git without a conflict, but beside other lines: read it. conflict: resolved by hand. dropped: nothing
-was left to insert. Upstream: lines added and removed in that file between the two releases.
+clean: same line, same neighbours. moved: other line, same neighbours. neighbours changed: merged
+by git without a conflict, but beside other lines: read it. conflict: resolved by hand. dropped:
+nothing was left to insert. Upstream: lines added and removed in that file between the releases.
 """
 
 
@@ -27,25 +23,23 @@ def render(
     repository: Path,
     series: list[Patch],
     moved: dict[int, Patch],
-    progress: "Progress",
+    version: str,
+    conflicts: dict[str, list[str]],
     stopped: str = "",
 ) -> str:
-    """The report in Markdown; `stopped` is the number of the patch that waits for a resolution."""
+    """The report in Markdown; `conflicts`: paths by patch number, `stopped`: the one that waits."""
     old_version = git(repository, "log", "-1", "--format=%s", "old-base").stdout.decode().strip()
-    out = [f"# The series from {old_version} to {progress.version}", "", _LEGEND]
+    out = [f"# The series from {old_version} to {version}", "", _LEGEND]
     if stopped:
         out += [f"Not finished: patch {stopped} waits for its conflicts to be resolved.", ""]
-    out += [
-        "| patch | file | upstream | after line | result | compiles |",
-        "|---|---|---|---|---|---|",
-    ]
+    out += ["| patch | file | upstream | after line | result | compiles |", f"|{'---|' * 6}"]
     for patch in _with_neighbours(repository, series):
         for path in patch.paths:
             before = [hunk for hunk in patch.hunks if hunk.path == path]
             now = moved.get(patch.number)
             after = [hunk for hunk in now.hunks if hunk.path == path] if now else []
             number = f"{patch.number:04d}"
-            conflict = path in progress.conflicts.get(number, [])
+            conflict = path in conflicts.get(number, [])
             waiting = bool(stopped) and number >= stopped
             cells = [
                 f"{number} {patch.title}",
