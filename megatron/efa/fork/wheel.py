@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -149,17 +150,21 @@ def _keep(wheel: Path, cache: Path) -> None:
 
 
 def _download(pin: Pin, version: str, cache: Path) -> Base:
+    requirement = f"{pin.distribution}=={version}"
     with tempfile.TemporaryDirectory(prefix="megatron-efa-") as aside:
-        requirement = f"{pin.distribution}=={version}"
+        # The log holds pip's debug lines whatever its configuration says; only they tell an index
+        # that does not answer from one without the release.
+        log = Path(aside) / "log"
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-        command += ["--disable-pip-version-check", "--quiet", "--dest", aside, requirement]
+        command += ["--disable-pip-version-check", "--log", str(log), "--dest", aside, requirement]
         environment = {"PIP_RETRIES": "2", **os.environ}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         fetched = find(pin, version, Path(aside))
         if done.returncode or fetched is None:
+            reason = _reason(log.read_text() if log.exists() else "", done.stderr)
             raise EfaError(
-                f"{requirement} cannot be fetched from the package index ({_reason(done.stderr)}): "
-                "check the network and PIP_INDEX_URL, or bring a wheel (--wheel FILE, --from DIR)"
+                f"{requirement} cannot be fetched from the package index ({reason}): check the "
+                "network and PIP_INDEX_URL, or bring a wheel (--wheel FILE, --from DIR)"
             )
         base = read(fetched, version)
         check_hash(pin, base, f"the wheel of {requirement} from the package index")
@@ -167,10 +172,10 @@ def _download(pin: Pin, version: str, cache: Path) -> Base:
     return base
 
 
-def _reason(stderr: str) -> str:
-    """What pip says in one line; its last line alone hides that the index did not answer."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    if any("Retrying" in line or "Max retries" in line for line in lines):
+def _reason(log: str, errors: str) -> str:
+    """In one line why pip failed."""
+    if re.search("Could not fetch URL .*connection error", log):
         return "the index does not answer"
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    return (errors or lines or ["pip gives no reason"])[-1].rstrip(".")
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    named = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (named or lines or ["pip gives no reason"])[-1].rstrip(".")
