@@ -1,4 +1,4 @@
-"""An emulated cluster: network namespaces as nodes, shaped links between them, real torchrun inside.
+"""An emulated cluster: namespaces as nodes, shaped links, real torchrun inside.
 
     from megatron.efa.emulate.cluster import EmulatedCluster
     from megatron.efa.emulate.rate import parse_rate

@@ -1,8 +1,8 @@
 """Who owns an emulated cluster, and what the next start may remove.
 
-Each running emulation has a directory with a `lock` file on which it holds an flock for as long as it
-lives, and a `claim.json`. The kernel drops the lock however the emulation ends; a directory whose lock is
-free belongs to a dead one, and every process that still carries its token is killed.
+Each running emulation has a directory with a `lock` file on which it holds an flock for as long as
+it lives, and a `claim.json`. The kernel drops the lock however the emulation ends; a directory
+whose lock is free belongs to a dead one, and every process that still carries its token is killed.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ def checked_name(name: str) -> str:
     """The name itself; EfaError if it cannot be part of a path and of a token."""
     if _NAME.fullmatch(name) is None:
         raise EfaError(
-            f"'{name}' cannot name an emulated cluster: use up to 40 lower-case letters, digits and "
-            "inner hyphens"
+            f"'{name}' cannot name an emulated cluster: use up to 40 lower-case letters, digits "
+            "and inner hyphens"
         )
     return name
 
@@ -62,7 +62,9 @@ def state_root() -> Path:
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
     if root.is_symlink() or not root.is_dir() or root.stat().st_uid != os.geteuid():
-        raise EfaError(f"{root} is not a directory of yours: remove it, emulations keep locks there")
+        raise EfaError(
+            f"{root} is not a directory of yours: remove it, emulations keep locks there"
+        )
     return root
 
 
@@ -112,7 +114,7 @@ def _exclusively(root: Path) -> Iterator[None]:
 
 
 def _sweep(root: Path) -> dict[str, dict]:
-    """Remove the claims of dead emulations with their processes; returns the living claims by name."""
+    """Remove dead emulations' claims and processes; returns the living claims by name."""
     living = {}
     for directory in sorted(path for path in root.iterdir() if path.is_dir()):
         try:
@@ -139,7 +141,7 @@ def _remove(directory: Path) -> None:
         token = None
     if token is not None and (left := processes.kill_tagged(token)):
         raise EfaError(
-            f"processes {left} of the dead emulated cluster {directory.name} cannot be killed: they "
-            "hang in the kernel, restart the machine or give this one another --name"
+            f"processes {left} of the dead emulated cluster {directory.name} cannot be killed: "
+            "they hang in the kernel, restart the machine or give this one another --name"
         )
     shutil.rmtree(directory, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -9,8 +10,9 @@ from pathlib import Path
 
 from megatron.efa.emulate import job as jobs
 from megatron.efa.emulate import placement, report
-from megatron.efa.emulate.cluster import EmulatedCluster, IsolationRefused, default_name
-from megatron.efa.emulate.output import LogFollower
+from megatron.efa.emulate.cluster import EmulatedCluster, default_name
+from megatron.efa.emulate.network import IsolationRefused
+from megatron.efa.emulate.output import LogFollower, tail
 from megatron.efa.emulate.rank import log_file
 from megatron.efa.emulate.rate import parse_rate
 from megatron.efa.errors import EfaError
@@ -29,9 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate",
         default="1gbit",
-        help="rate of each node's link in each direction, like 500mbit, 10gbit or none (default: 1gbit)",
+        help="rate of each node's link each way, like 500mbit, 10gbit or none (default: 1gbit)",
     )
-    parser.add_argument("--gpu", action="store_true", help="share this machine's GPUs among the ranks")
+    parser.add_argument(
+        "--gpu", action="store_true", help="share this machine's GPUs among the ranks"
+    )
     parser.add_argument("--name", help="name of the cluster (default: the time and process id)")
     parser.add_argument(
         "--log-dir", type=Path, help="where each rank's output goes (default: runs/emulate/NAME)"
@@ -41,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="0,last",
         help="ranks whose output is shown: numbers, last, all or none (default: 0,last)",
     )
-    parser.add_argument("--timeout", type=float, help="end the job after so many seconds, with code 124")
+    parser.add_argument(
+        "--timeout", type=float, help="end the job after so many seconds, with code 124"
+    )
     parser.add_argument("--json", type=Path, help="write traffic, times and outcome to this file")
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="-- a script or -m module, and its arguments"
@@ -93,12 +99,13 @@ def _emulate(
         if args.json is not None:
             report.write_json(args.json, report.as_json(cluster, args.ranks_per_node, outcome))
     if outcome.failure is not None:
-        print(jobs.explain(outcome.failure), file=sys.stderr)
+        if outcome.failure.log not in follower.paths:
+            print(tail(outcome.failure.log), file=sys.stderr)
         print(f"megatron-efa: {outcome.failure}", file=sys.stderr)
     elif outcome.exit_code == jobs.TIMED_OUT:
         print(
-            f"megatron-efa: the job did not end within --timeout {args.timeout:g} s and was stopped: "
-            f"see the logs in {job.logs}",
+            f"megatron-efa: the job did not end within --timeout {args.timeout:g} s and was "
+            f"stopped: see the logs in {job.logs}",
             file=sys.stderr,
         )
     return outcome.exit_code
@@ -106,7 +113,7 @@ def _emulate(
 
 @contextlib.contextmanager
 def _stoppable(received: list[int]) -> Iterator[None]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into `_Stopped`; later ones do not disturb the clean-up."""
+    """Turn the first SIGINT, SIGTERM or SIGHUP into `_Stopped`; later ones change nothing."""
 
     def stop(number: int, _: object) -> None:
         received.append(number)
@@ -133,7 +140,8 @@ def shown_ranks(text: str, world: int) -> list[int]:
         rank = str(world - 1) if word == "last" else word
         if not rank.isdecimal() or int(rank) >= world:
             raise EfaError(
-                f"--show {text}: '{word}' is no rank of 0 to {world - 1}; give numbers, last, all or none"
+                f"--show {text}: '{word}' is no rank of 0 to {world - 1}; give numbers, last, all "
+                "or none"
             )
         ranks.add(int(rank))
     return sorted(ranks)
@@ -142,10 +150,14 @@ def shown_ranks(text: str, world: int) -> list[int]:
 def _check_outputs(logs: Path, summary: Path | None) -> None:
     """EfaError now rather than after the run if logs or the JSON file cannot be written."""
     if logs.resolve().is_relative_to("/dev/shm"):
-        raise EfaError(f"--log-dir {logs} is in /dev/shm, which each node has for itself: choose another")
+        raise EfaError(
+            f"--log-dir {logs} is in /dev/shm, which each node has for itself: choose another"
+        )
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EfaError(f"--log-dir {logs} cannot be made: {error.strerror}") from error
+    if not os.access(logs, os.W_OK | os.X_OK):
+        raise EfaError(f"--log-dir {logs} is not writable: choose another")
     if summary is not None and not summary.resolve().parent.is_dir():
         raise EfaError(f"--json {summary}: there is no directory {summary.resolve().parent}")

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron.efa.emulate import claims, network, processes
-from megatron.efa.emulate.network import LinkCounters
+from megatron.efa.emulate.network import IsolationRefused, LinkCounters
 from megatron.efa.emulate.rate import Rate
 from megatron.efa.errors import EfaError
 
@@ -21,13 +21,9 @@ MOST_NODES = 250
 _SETUP_S = 30.0
 
 
-class IsolationRefused(EfaError):
-    """This process may not make namespaces; ranks can still run as plain local processes."""
-
-
 @dataclass(frozen=True)
 class Node:
-    """One node: `pid` is its first process as the host numbers it, None where there are no namespaces."""
+    """One node; `pid` is its first process as the host numbers it, None without namespaces."""
 
     index: int
     hostname: str
@@ -41,11 +37,11 @@ def default_name() -> str:
 
 
 class EmulatedCluster:
-    """`nodes` nodes on one machine, each behind a link of `rate` in each direction; a context manager.
+    """`nodes` nodes on one machine, each behind a link of `rate` each way; a context manager.
 
-    With `isolated` each node has network, PID, mount, IPC and host names of its own and `LINK` leads to
-    a switch that joins the nodes and nothing else. Without, nodes are names only: commands run as plain
-    local processes over loopback, and rates, links and counters do not exist.
+    With `isolated` each node has network, PID, mount, IPC and host names of its own and `LINK`
+    leads to a switch that joins the nodes and nothing else. Without, nodes are names only: commands
+    run as plain local processes over loopback, and rates, links and counters do not exist.
 
     Whatever ends the process that made the cluster (also SIGKILL), every process on it is killed.
     """
@@ -77,7 +73,7 @@ class EmulatedCluster:
 
     @property
     def state(self) -> Path:
-        """A directory of this cluster's own that goes away with it; nodes see it at the same path."""
+        """This cluster's own directory, removed with it; nodes see it at the same path."""
         if self._claim is None:
             raise EfaError(f"the emulated cluster {self.name} is not running")
         return self._claim.directory
@@ -112,7 +108,9 @@ class EmulatedCluster:
         addresses = [str(subnet[index + 1]) for index in range(self._count)]
         hosts = self.state / "hosts"
         lines = ["127.0.0.1 localhost", "::1 localhost"]
-        lines += [f"{address} {name}" for address, name in zip(addresses, hostnames, strict=True)]
+        for address, name in zip(addresses, hostnames, strict=True):
+            # The second is how a dual-stack socket sees its peer: PyTorch looks its name up.
+            lines += [f"{address} {name}", f"::ffff:{address} {name}"]
         hosts.write_text("\n".join(lines) + "\n")
         holders = [self._hold(name, hosts) for name in ["switch", *hostnames]]
         pids = [self._held(holder) for holder in holders]
@@ -175,10 +173,10 @@ class EmulatedCluster:
         cwd: str | os.PathLike | None = None,
         **streams: Any,
     ) -> subprocess.Popen:
-        """Start a command on a node; the result's pid, signals and return code stand for the command's.
+        """Start a command on a node; the result's signals and return code are the command's.
 
-        `env` replaces the environment (default: this process's); `streams` are stdin, stdout, stderr
-        and text as for subprocess.Popen.
+        `env` replaces the environment (default: this process's); `streams` are stdin, stdout,
+        stderr and text as for subprocess.Popen.
         """
         if self._lifeline is None:
             raise EfaError(f"the emulated cluster {self.name} is not running")
@@ -210,7 +208,11 @@ class EmulatedCluster:
 
         Raises subprocess.TimeoutExpired after `timeout` seconds, with the command killed.
         """
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        streams = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
         helper = self.popen(node, command, **{**streams, "text": True, **options})
         with helper:
             try:
@@ -221,7 +223,7 @@ class EmulatedCluster:
         return subprocess.CompletedProcess(list(command), helper.returncode, output, errors)
 
     def counters(self) -> list[LinkCounters]:
-        """Bytes and packets that crossed each node's link so far; traffic within a node is not there."""
+        """What crossed each node's link so far; traffic within a node is not in it."""
         self._need_links("counters")
         return [network.counters(node.pid) for node in self.nodes]
 
@@ -238,8 +240,8 @@ class EmulatedCluster:
     def _need_links(self, what: str) -> None:
         if not self.isolated:
             raise EfaError(
-                f"the emulated cluster {self.name} has no {what}: its nodes are plain local processes, "
-                "which need no root; run as root for nodes with links"
+                f"the emulated cluster {self.name} has no {what}: its nodes are plain local "
+                "processes; run as root for nodes with links"
             )
         if not self.nodes:
             raise EfaError(f"the emulated cluster {self.name} is not running")

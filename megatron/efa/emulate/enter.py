@@ -1,9 +1,11 @@
 """The process that stands between the emulator and one command on a node.
 
-It enters the node's namespaces (or, without root, only adopts orphans), runs the command as its child,
-passes signals on, and ends as the command ended. When the lifeline closes, the command is killed.
+It enters the node's namespaces (or, without root, only adopts orphans), runs the command as its
+child, passes signals on, and ends as the command ended. When the lifeline closes, the command is
+killed.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -23,7 +25,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 
 
 def main() -> None:
-    """argv: a JSON object with pid (of the node's first process, or null), cwd and lifeline; command."""
+    """argv: JSON with pid (of the node's first process, or null), cwd and lifeline; command."""
     spec, command = json.loads(sys.argv[1]), sys.argv[2:]
     os.set_inheritable(spec["lifeline"], False)
     if spec["pid"] is None:
@@ -72,7 +74,9 @@ def _wait(child: int, lifeline: int, woken: int) -> int:
 
 def _join(pid: int) -> None:
     """Enter all namespaces of a process; the PID namespace holds for children only."""
-    handles = [(os.open(f"/proc/{pid}/ns/{n}", os.O_RDONLY), flag) for n, flag in _NAMESPACES.items()]
+    handles = [
+        (os.open(f"/proc/{pid}/ns/{n}", os.O_RDONLY), flag) for n, flag in _NAMESPACES.items()
+    ]
     for handle, flag in handles:
         os.setns(handle, flag)
         os.close(handle)
@@ -90,3 +94,7 @@ def _become(command: list[str], cwd: str, parent: int) -> None:
         print(f"cannot run {command[0]} in {cwd}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)
 
+
+def _pass_on(child: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(child, number)

@@ -1,9 +1,10 @@
 """The process that keeps one node alive: it makes the node's namespaces and waits.
 
-A node is its processes. The holder forks the first process of a new PID namespace; when that one ends,
-the kernel kills everything in the node and frees its network. It ends when the holder does, and the
-holder ends when the emulator's end of the lifeline pipe closes, however the emulator died. Nothing is
-registered anywhere (no /run/netns, no link in the host's network), so nothing can be left behind.
+A node is its processes. The holder forks the first process of a new PID namespace; when that one
+ends, the kernel kills everything in the node and frees its network. It ends when the holder does,
+and the holder ends when the emulator's end of the lifeline pipe closes, however the emulator died.
+Nothing is registered anywhere (no /run/netns, no link in the host's network), so nothing can be
+left behind.
 """
 
 import contextlib

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from megatron.efa.emulate import placement, processes
 from megatron.efa.emulate.cluster import EmulatedCluster
 from megatron.efa.emulate.network import LinkCounters
-from megatron.efa.emulate.output import LogFollower, tail
+from megatron.efa.emulate.output import LogFollower
 from megatron.efa.emulate.rank import log_file
 from megatron.efa.errors import EfaError
 
@@ -39,7 +40,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """What failed first; `rank` is None if torchrun itself failed. `code` is negative for a signal."""
+    """What failed first; `rank` is None for torchrun itself, `code` negative for a signal."""
 
     node: int
     rank: int | None
@@ -70,7 +71,7 @@ class Outcome:
 def torchrun_command(
     nodes: int, node: int, ranks_per_node: int, address: str, master_port: int, rank: Sequence[str]
 ) -> list[str]:
-    """torchrun for one node of a static rendezvous at `address`; `rank` is each rank's command line."""
+    """torchrun for one node, meeting the others at `address`; `rank` is each rank's command."""
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", str(nodes), "--nproc-per-node", str(ranks_per_node)),
@@ -83,55 +84,62 @@ def torchrun_command(
 def run_job(cluster: EmulatedCluster, job: Job, follower: LogFollower | None = None) -> Outcome:
     """Run a job to its end; a rank that fails ends it within seconds.
 
-    Writes `rank<R>.log` and `torchrun-node<N>.log` to `job.logs`. Whatever ends this call, the job's
-    processes have ended when it returns or raises.
+    Writes `rank<R>.log` and `torchrun-node<N>.log` to `job.logs`, over those of an earlier job.
+    Whatever ends this call, the job's ranks have ended when it returns or raises.
     """
-    job.logs.mkdir(parents=True, exist_ok=True)
-    records = cluster.state / "exits"
-    records.mkdir()
-    python = [sys.executable, "-u", *job.command]
-    rank = [*processes.helper_command("rank"), str(job.logs.resolve()), str(records), *python]
-    port = _MASTER_PORT if cluster.isolated else _free_port()
-    gpus = [None] * len(cluster.nodes)
-    if job.gpus is not None:
-        gpus = placement.share(job.gpus, len(cluster.nodes), job.ranks_per_node)
+    _clear_logs(job.logs, len(cluster.nodes), job.ranks_per_node)
+    records = Path(tempfile.mkdtemp(prefix="exits-", dir=cluster.state))
     before = cluster.counters() if cluster.isolated else None
     start = time.monotonic()
     agents: list[subprocess.Popen] = []
     try:
-        for node in cluster.nodes:
-            command = torchrun_command(
-                len(cluster.nodes),
-                node.index,
-                job.ranks_per_node,
-                cluster.nodes[0].address,
-                port,
-                rank,
-            )
-            env = placement.of_node(
-                job.env, node.hostname, cluster.interface, cluster.name, gpus[node.index]
-            )
-            with open(_agent_log(job.logs, node.index), "wb") as log:
-                agents.append(
-                    cluster.popen(
-                        node.index,
-                        command,
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+        _start_agents(cluster, job, records, agents)
         code, failure = _watch(agents, records, job, start, follower)
         seconds = time.monotonic() - start
-        links = None
-        if before is not None:
-            links = [now - then for now, then in zip(cluster.counters(), before, strict=True)]
+        links = None if before is None else _traffic(cluster, before)
     finally:
         _end(agents)
         if follower is not None:
             follower.poll(final=True)
     return Outcome(seconds, code, failure, links)
+
+
+def _clear_logs(logs: Path, nodes: int, ranks_per_node: int) -> None:
+    logs.mkdir(parents=True, exist_ok=True)
+    for rank in range(nodes * ranks_per_node):
+        log_file(logs, rank).unlink(missing_ok=True)
+    for node in range(nodes):
+        _agent_log(logs, node).unlink(missing_ok=True)
+
+
+def _start_agents(
+    cluster: EmulatedCluster, job: Job, records: Path, agents: list[subprocess.Popen]
+) -> None:
+    """Start torchrun on each node, and add each to `agents` as it starts."""
+    python = [sys.executable, "-u", *job.command]
+    rank = [*processes.helper_command("rank"), str(job.logs.resolve()), str(records), *python]
+    port = _MASTER_PORT if cluster.isolated else _free_port()
+    nodes = len(cluster.nodes)
+    gpus: list[list[str] | None] = [None] * nodes
+    if job.gpus is not None:
+        gpus = placement.share(job.gpus, nodes, job.ranks_per_node)
+    for index, node in enumerate(cluster.nodes):
+        address = cluster.nodes[0].address
+        command = torchrun_command(nodes, index, job.ranks_per_node, address, port, rank)
+        env = placement.of_node(
+            job.env, node.hostname, cluster.interface, cluster.name, gpus[index]
+        )
+        with open(_agent_log(job.logs, index), "wb") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            agents.append(cluster.popen(index, command, env=env, **streams))
+
+
+def _traffic(cluster: EmulatedCluster, before: list[LinkCounters]) -> list[LinkCounters] | None:
+    """What crossed the links since `before`, or None if a node has ended."""
+    try:
+        return [now - then for now, then in zip(cluster.counters(), before, strict=True)]
+    except EfaError:
+        return None
 
 
 def _watch(
@@ -179,13 +187,17 @@ def _first_failure(agents: list[subprocess.Popen], records: Path, logs: Path) ->
 
 
 def _end(agents: list[subprocess.Popen]) -> None:
-    """Ask what still runs to end; what does not is killed with the cluster."""
+    """Ask what still runs to end, and kill what does not."""
     for agent in agents:
         if agent.poll() is None:
             agent.terminate()
     deadline = time.monotonic() + _GRACE_S
     while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
+    for agent in agents:
+        if agent.poll() is None:
+            agent.kill()  # and with it, each by the death of its parent, torchrun and the ranks
+            agent.wait()
 
 
 def _agent_log(logs: Path, node: int) -> Path:
@@ -206,8 +218,3 @@ def check_command(command: Sequence[str]) -> None:
             raise EfaError("-m needs the name of a module after it")
     elif not Path(command[0]).is_file():
         raise EfaError(f"there is no script {command[0]} in {os.getcwd()} to run on the nodes")
-
-
-def explain(failure: Failure) -> str:
-    """The end of the log of what failed first."""
-    return tail(failure.log)

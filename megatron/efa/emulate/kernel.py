@@ -25,7 +25,8 @@ def _prctl(option: int, value: int) -> None:
 def die_with_parent() -> None:
     """Ask the kernel to SIGKILL this process when the thread that forked it ends.
 
-    A parent that died before this call is not noticed here: the caller checks that it is still there.
+    A parent that died before this call is not noticed here: the caller checks that it is still
+    there.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,8 +1,8 @@
-"""Links between namespaces: one bridge in a namespace of its own, one veth pair a node, both ends shaped.
+"""Links between namespaces: a bridge in one of its own, a veth pair a node, both ends shaped.
 
-Nothing here touches the host's network, and no `ip` or `tc` program is needed. Netlink sockets live in
-the namespace of the thread that opens them, so each operation runs in a short thread that has entered
-the namespace: no fork, and the caller's thread stays where it is.
+Nothing here touches the host's network, and no `ip` or `tc` program is needed. Netlink sockets live
+in the namespace of the thread that opens them, so each operation runs in a short thread that has
+entered the namespace: no fork, and the caller's thread stays where it is.
 """
 
 import errno
@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
@@ -24,7 +23,9 @@ LINK = "eth0"
 BRIDGE = "switch"
 MTU = 9001  # jumbo frames, as in a VPC
 
-T = TypeVar("T")
+
+class IsolationRefused(EfaError):
+    """No namespaces or links may be made here; ranks can still run as plain local processes."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ def port(node: int) -> str:
     return f"port{node}"
 
 
-def in_namespace(pid: int, work: Callable[[IPRoute], T]) -> T:
-    """Run `work` with a netlink socket in the network namespace of process `pid`; returns its result."""
+def in_namespace[T](pid: int, work: Callable[[IPRoute], T]) -> T:
+    """Result of `work`, run with a netlink socket in the network namespace of process `pid`."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -79,7 +80,9 @@ def build_switch(switch: int) -> None:
     """Make the bridge in the namespace of process `switch`."""
 
     def work(netlink: IPRoute) -> None:
-        netlink.link("add", ifname=BRIDGE, kind="bridge", br_stp_state=0, br_mcast_snooping=0, mtu=MTU)
+        netlink.link(
+            "add", ifname=BRIDGE, kind="bridge", br_stp_state=0, br_mcast_snooping=0, mtu=MTU
+        )
         netlink.link("set", index=_index(netlink, BRIDGE), state="up")
 
     _wired("the switch", lambda: in_namespace(switch, work))
@@ -145,7 +148,11 @@ def set_link(switch: int, node: int, up: bool) -> None:
 
 def counters(pid: int) -> LinkCounters:
     """Counters of the link of the node whose first process is `pid`."""
-    for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
+    try:
+        lines = Path(f"/proc/{pid}/net/dev").read_text().splitlines()
+    except OSError as error:
+        raise EfaError(f"process {pid} is gone, and its node with it: {error.strerror}") from error
+    for line in lines:
         name, _, numbers = line.partition(":")
         if name.strip() == LINK:
             fields = [int(number) for number in numbers.split()]
@@ -177,10 +184,14 @@ def _wired(what: str, action: Callable[[], object]) -> None:
     try:
         action()
     except NetlinkError as error:
+        if error.code == errno.EPERM:
+            raise IsolationRefused(
+                f"this machine refuses {what} (CAP_NET_ADMIN is needed)"
+            ) from error
         lacking = error.code in (errno.ENOENT, errno.EOPNOTSUPP)
         hint = (
-            "this kernel lacks veth, bridge or tbf (CONFIG_VETH, CONFIG_BRIDGE, CONFIG_NET_SCH_TBF); "
-            "without tbf, --rate none still works"
+            "this kernel lacks veth, bridge or tbf (CONFIG_VETH, CONFIG_BRIDGE, "
+            "CONFIG_NET_SCH_TBF); without tbf, --rate none still works"
             if lacking
             else "see the kernel's message"
         )

@@ -10,12 +10,14 @@ from typing import TextIO
 class LogFollower:
     """Shows new lines of several logs, each line as often as the log that has it most often.
 
-    Most ranks print the same warnings; a line that one log has shown is not shown again for another.
+    Most ranks print the same warnings; a line that one log has shown is not shown again for
+    another.
     """
 
     def __init__(self, logs: Mapping[Path, str], out: TextIO | None = None) -> None:
-        """`logs` maps each file (which need not exist yet) to a label that goes before its lines."""
+        """`logs` maps each file (which need not exist yet) to a label for its lines."""
         self._labels = dict(logs)
+        self.paths = frozenset(self._labels)
         self._out = sys.stdout if out is None else out
         self._position = dict.fromkeys(self._labels, 0)
         self._partial = dict.fromkeys(self._labels, b"")

@@ -1,4 +1,4 @@
-"""The environment of nodes and ranks: who finds whom over which interface, and which GPU is whose."""
+"""The environment of nodes and ranks: which interface leads to the others, which GPU is whose."""
 
 import os
 import subprocess
@@ -25,9 +25,9 @@ def of_node(
 ) -> dict[str, str]:
     """Environment of torchrun on one node.
 
-    `gpus` lists the GPU of each of its local ranks (None: no GPUs, and none are visible). Sockets are
-    bound to `interface`; NCCL takes plain sockets over it, since no other fabric leads through the
-    emulated links, and takes nodes for different machines.
+    `gpus` lists the GPU of each of its local ranks (None: no GPUs, and none are visible). Sockets
+    are bound to `interface`; NCCL takes plain sockets over it, since no other fabric leads through
+    the emulated links, and takes nodes for different machines.
     """
     env = {
         name: value
@@ -49,7 +49,7 @@ def of_node(
     )
     env.setdefault("NCCL_NVLS_ENABLE", "0")
     env.pop("NCCL_COMM_ID", None)
-    if len(set(gpus)) == len(gpus) and not _is_shared(base):
+    if len(set(gpus)) == len(gpus):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     else:
         env[_SHARED_GPUS] = ",".join(gpus)
@@ -59,9 +59,10 @@ def of_node(
 def of_rank(node: Mapping[str, str], rank: int, local_rank: int) -> dict[str, str]:
     """Environment of one rank, from what torchrun gave it.
 
-    Where ranks share GPUs, Megatron's `set_device(LOCAL_RANK)` would name GPUs that are not there: each
-    rank sees its one GPU as device 0 and LOCAL_RANK is 0 (its index on the node is RANK modulo
-    LOCAL_WORLD_SIZE). NCCL refuses two ranks of one host on one GPU, so each rank is a host to NCCL.
+    Where ranks share GPUs, Megatron's `set_device(LOCAL_RANK)` would name GPUs that are not there:
+    each rank sees its one GPU as device 0 and LOCAL_RANK is 0 (its index on the node is RANK modulo
+    LOCAL_WORLD_SIZE). NCCL refuses two ranks of one host on one GPU, so each rank is a host to
+    NCCL.
     """
     env = dict(node)
     if shared := env.pop(_SHARED_GPUS, None):
@@ -72,7 +73,7 @@ def of_rank(node: Mapping[str, str], rank: int, local_rank: int) -> dict[str, st
 
 
 def share(gpus: Sequence[str], nodes: int, ranks_per_node: int) -> list[list[str]]:
-    """GPU of each local rank of each node: one each while there are enough, else neighbours share."""
+    """GPU of each local rank of each node: one each if there are enough, else neighbours share."""
     world = nodes * ranks_per_node
     index = [rank if len(gpus) >= world else rank * len(gpus) // world for rank in range(world)]
     return [

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 TAG = "MEGATRON_EFA_EMULATION"
-"""Environment variable that every process of an emulation carries; its value is the owner's token."""
+"""Environment variable in every process of an emulation; its value is the owner's token."""
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 
@@ -36,7 +36,7 @@ def stat_fields(pid: int) -> list[str] | None:
 
 
 def start_time(pid: int) -> int:
-    """Clock ticks from boot to the start of a process: with the pid it names one process for ever."""
+    """Clock ticks from boot to the start of a process: with the pid it names one process."""
     fields = stat_fields(pid)
     if fields is None:
         raise ProcessLookupError(pid)
@@ -72,7 +72,7 @@ def tagged(token: str) -> list[int]:
 
 
 def kill_tagged(token: str, patience_s: float = 5.0) -> list[int]:
-    """SIGKILL what an emulation left, again while it forks; returns pids that outlived `patience_s`."""
+    """SIGKILL what an emulation left, also as it forks; returns pids that outlived `patience_s`."""
     deadline = time.monotonic() + patience_s
     while left := [pid for pid in tagged(token) if pid != os.getpid()]:
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
 """The process that torchrun starts for each rank: it runs the training script as its child.
 
-It gives the rank its GPU, writes everything the rank prints to the rank's log, and records how the rank
-ended at the moment it ended, which torchrun tells only after it has stopped the others.
+It gives the rank its GPU, writes everything the rank prints to the rank's log, and records how the
+rank ended at the moment it ended, which torchrun tells only after it has stopped the others.
 """
 
 import json
@@ -21,7 +21,7 @@ def main() -> None:
     kernel.die_with_parent()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     for number in (signal.SIGTERM, signal.SIGINT):
-        # torchrun signals the whole process group: the rank has it too, and this process must outlive it.
+        # torchrun signals the process group: the rank has it too, and this process outlives it.
         signal.signal(number, lambda *_: None)
     with open(log_file(logs, rank), "wb") as log:
         child = subprocess.Popen(

@@ -64,10 +64,12 @@ class TokenBucket:
 def token_bucket(rate: Rate) -> TokenBucket:
     """The bucket that holds a link to `rate`.
 
-    The burst is what may leave at once after a pause: at least one 64 KiB segment with its headers, as
-    the kernel would otherwise cut it up at great cost, and at most 1 ms of the rate beyond that, so that
-    short messages are held to the rate as well. The queue takes 50 ms more before it drops.
+    The burst is what may leave at once after a pause: at least one 64 KiB segment with its headers,
+    as the kernel would otherwise cut it up at great cost, and at most 1 ms of the rate beyond that,
+    so that short messages are held to the rate as well. The queue takes 50 ms more before it drops.
     """
     per_second = round(rate.bytes_per_second)
     burst = max(72 * 1024, per_second // 1000)
-    return TokenBucket(rate=per_second, burst=burst, limit=burst + max(per_second // 20, 256 * 1024))
+    return TokenBucket(
+        rate=per_second, burst=burst, limit=burst + max(per_second // 20, 256 * 1024)
+    )

@@ -10,6 +10,8 @@ from megatron.efa.emulate.job import Outcome
 
 def table(cluster: EmulatedCluster, outcome: Outcome) -> str:
     """Bytes sent and received by each node, and per second over the whole run (MB = 10^6 bytes)."""
+    if outcome.links is None and cluster.isolated:
+        return f"{outcome.seconds:.1f} s; a node ended during the run, and its counters with it"
     if outcome.links is None:
         return (
             f"{outcome.seconds:.1f} s; bytes between nodes were not counted: plain local processes "
