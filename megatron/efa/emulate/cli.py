@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
     jobs.check_command(command)
     if not 1 <= args.ranks_per_node <= _MOST_RANKS:
         raise EfaError(f"--ranks-per-node {args.ranks_per_node} is not from 1 to {_MOST_RANKS}")
-    rate = parse_rate(args.rate)
-    shown = shown_ranks(args.show, args.nodes * args.ranks_per_node)
     name = default_name() if args.name is None else args.name
+    cluster = EmulatedCluster(args.nodes, parse_rate(args.rate), name=name)
+    shown = shown_ranks(args.show, args.nodes * args.ranks_per_node)
     logs = Path("runs") / "emulate" / name if args.log_dir is None else args.log_dir
     _check_outputs(logs, args.json)
     gpus = placement.visible_gpus() if args.gpu else None
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with _stoppable(received):
             try:
-                return _emulate(args, EmulatedCluster(args.nodes, rate, name=name), job, follower)
+                return _emulate(args, cluster, job, follower)
             except IsolationRefused as refusal:
                 print(
                     f"megatron-efa: {refusal}: running the ranks as plain local processes over "
@@ -149,6 +149,8 @@ def shown_ranks(text: str, world: int) -> list[int]:
 
 def _check_outputs(logs: Path, summary: Path | None) -> None:
     """EfaError now rather than after the run if logs or the JSON file cannot be written."""
+    if summary is not None and not summary.resolve().parent.is_dir():
+        raise EfaError(f"--json {summary}: there is no directory {summary.resolve().parent}")
     if logs.resolve().is_relative_to("/dev/shm"):
         raise EfaError(
             f"--log-dir {logs} is in /dev/shm, which each node has for itself: choose another"
@@ -159,5 +161,3 @@ def _check_outputs(logs: Path, summary: Path | None) -> None:
         raise EfaError(f"--log-dir {logs} cannot be made: {error.strerror}") from error
     if not os.access(logs, os.W_OK | os.X_OK):
         raise EfaError(f"--log-dir {logs} is not writable: choose another")
-    if summary is not None and not summary.resolve().parent.is_dir():
-        raise EfaError(f"--json {summary}: there is no directory {summary.resolve().parent}")

@@ -63,7 +63,7 @@ class EmulatedCluster:
         self._count = nodes
         self._claim: claims.Claim | None = None
         self._lifeline: tuple[int, int] | None = None
-        self._helpers: list[subprocess.Popen] = []
+        self._helpers: list[subprocess.Popen] = []  # holders of the switch and nodes, then commands
         self._switch = 0
 
     @property
@@ -182,7 +182,7 @@ class EmulatedCluster:
             raise EfaError(f"the emulated cluster {self.name} is not running")
         read_end = self._lifeline[0]
         spec = {
-            "pid": self.nodes[node].pid,
+            "pid": self._living(node).pid,
             "cwd": os.path.abspath(cwd or os.getcwd()),
             "lifeline": read_end,
         }
@@ -225,17 +225,27 @@ class EmulatedCluster:
     def counters(self) -> list[LinkCounters]:
         """What crossed each node's link so far; traffic within a node is not in it."""
         self._need_links("counters")
-        return [network.counters(node.pid) for node in self.nodes]
+        return [network.counters(self._living(node.index).pid) for node in self.nodes]
 
     def set_rate(self, node: int, rate: Rate | None) -> None:
         """Give one node's link another rate, in both directions; None takes the shaping away."""
         self._need_links("rates")
-        network.shape(self._switch, node, self.nodes[node].pid, rate)
+        network.shape(self._switch, node, self._living(node).pid, rate)
 
     def set_link(self, node: int, up: bool) -> None:
         """Pull (False) or plug (True) the cable of one node."""
         self._need_links("links")
+        self._living(node)
         network.set_link(self._switch, node, up)
+
+    def _living(self, node: int) -> Node:
+        """The node, if it has not ended: a dead node's pid may by now be any other process's."""
+        if self.isolated and any(self._helpers[i].poll() is not None for i in (0, node + 1)):
+            raise EfaError(
+                f"node{node} of the emulated cluster {self.name} has ended, killed by someone or "
+                "for lack of memory: start the cluster again"
+            )
+        return self.nodes[node]
 
     def _need_links(self, what: str) -> None:
         if not self.isolated:
