@@ -21,10 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tqdm import tqdm  # noqa: E402
+from tqdm import tqdm
 
-from megatron.efa.errors import EfaError  # noqa: E402
-from megatron.efa.fork import verify_at_start  # noqa: E402
+from megatron.efa.errors import EfaError
+from megatron.efa.fork import verify_at_start
 
 _UNUSABLE = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
 """Tokenizers for conversations and images, which do not encode plain text."""

@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron.efa.errors import EfaError
 from megatron.efa.preprocess.documents import Chunk, Source, chunks, partition
 from megatron.efa.preprocess.encode import FORK, Encoder, encode
@@ -58,10 +58,10 @@ def build(
     partitions: int,
     report: Report,
 ) -> Counts:
-    """Write `PREFIX_KEY_document.bin` and `.idx` for every key; their bytes depend on the input only.
+    """Write `PREFIX_KEY_document.bin` and `.idx` for every key; only the input decides their bytes.
 
-    Until all is written, files of these names stay as they were. Raises EfaError; whatever is raised,
-    nothing half-written is left.
+    Until all is written, files of these names stay as they were. Raises EfaError; whatever is
+    raised, nothing half-written is left.
     """
     names = prefixes(prefix, encoder.keys)
     with _aside(prefix) as scratch:

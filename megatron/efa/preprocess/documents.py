@@ -42,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one worker encodes at a time: a part of a source, read by the worker unless in `data`."""
+    """What one worker encodes at a time: part of a source, read by the worker unless in `data`."""
 
     source: Source
     start: int  # offset in the (uncompressed) file
@@ -119,7 +119,7 @@ def _cut(source: Source, bounds: Sequence[int]) -> Iterator[Source]:
 
 
 def chunks(sources: Sequence[Source], size: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """Cut the inputs into chunks of whole lines, about `size` bytes each (a text file: one chunk)."""
+    """Cut the inputs into chunks of whole lines, about `size` bytes each; a text file is one."""
     for source in sources:
         if source.gzipped:
             yield from _unzipped(source, size)

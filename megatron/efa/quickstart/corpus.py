@@ -1,7 +1,7 @@
 """Text that is on every machine with CPython: the language reference that `help()` shows.
 
-About 400 kB of English and Python in some 70 documents. The topics quote one another at length, so a
-passage is kept only where it comes first: what is held out then occurs nowhere in training.
+About 400 kB of English and Python in some 70 documents. The topics quote one another at length, so
+a passage is kept only where it comes first: what is held out then occurs nowhere in training.
 """
 
 import json
@@ -85,7 +85,7 @@ def write_jsonl(path: Path, documents: list[Document]) -> None:
 def train_tokenizer(documents: list[Document], vocabulary: int, folder: Path) -> None:
     """Train a byte-level BPE of `vocabulary` tokens and save it as a Hugging Face tokenizer.
 
-    Any text survives the round trip, since every byte is a token. The end-of-document token is id 0.
+    Any text survives the round trip, since every byte is a token. Id 0 ends a document.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -73,7 +73,9 @@ def learning(events: Path) -> Learning:
     if not losses:
         raise EfaError(f"no losses in the TensorBoard files of {events}: did the run train a step?")
     tail = [value for _, value in losses[-_AVERAGED:]]
-    return Learning(losses[-1][0], losses[0][1], statistics.fmean(tail), found["lm loss validation"])
+    return Learning(
+        losses[-1][0], losses[0][1], statistics.fmean(tail), found["lm loss validation"]
+    )
 
 
 def seconds_a_step(events: Path) -> float | None:

@@ -56,10 +56,10 @@ def fingerprint(texts: dict[str, str]) -> str:
 
 
 def prepare(folder: Path, log: Path, say: Say) -> Data:
-    """Return the prepared data in `folder`, made anew unless it is there and its inputs are the same.
+    """Return the prepared data in `folder`, made anew unless it is there from the same inputs.
 
-    Output of the tools goes to `log`. Raises EfaError; a folder that was there stays until the new one
-    is whole.
+    Output of the tools goes to `log`. Raises EfaError; a folder that was there stays until the new
+    one is whole.
     """
     texts = corpus.topics()
     data, wanted = Data(folder), fingerprint(texts)

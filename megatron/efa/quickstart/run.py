@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron.efa.config.compose import Setting, compose
+from megatron.efa.config.compose import compose
 from megatron.efa.errors import EfaError
 from megatron.efa.fork import verify_at_start
 from megatron.efa.quickstart import figures
@@ -44,8 +45,18 @@ class Run:
     def traffic(self) -> Path:
         return self.folder / "traffic.json"
 
-    def settings(self) -> dict[str, Setting]:
-        return {setting.key: setting for setting in compose(str(CONFIG), self.overrides)}
+    def settings(self) -> dict[str, Any]:
+        """Return Megatron's arguments by name, as far as the config sets them."""
+        return {setting.key: setting.value for setting in compose(str(CONFIG), self.overrides)}
+
+    def resumed(self) -> list[str]:
+        """Return the overrides that train on from the last checkpoint, as long again."""
+        return [
+            *(word for word in self.overrides if not word.startswith("train.train_iters=")),
+            f"train.load={_word(self.checkpoints)}",
+            f"train.train_iters={2 * self.settings()['train_iters']}",
+            "train.override_opt_param_scheduler=true",  # for the learning rate falls until then
+        ]
 
 
 def new_folder(runs: Path) -> Path:
@@ -53,7 +64,9 @@ def new_folder(runs: Path) -> Path:
     runs.mkdir(parents=True, exist_ok=True)
     while True:
         numbers = [
-            int(match[1]) for p in runs.iterdir() if (match := re.fullmatch(r"quickstart-(\d+)", p.name))
+            int(match[1])
+            for p in runs.iterdir()
+            if (match := re.fullmatch(r"quickstart-(\d+)", p.name))
         ]
         folder = runs / f"quickstart-{max(numbers, default=0) + 1}"
         try:
@@ -64,29 +77,37 @@ def new_folder(runs: Path) -> Path:
 
 
 def run_overrides(data: Data, folder: Path) -> list[str]:
-    """Where this run reads and writes, as overrides of the config."""
+    """Where this run reads and writes, as overrides of the config, which names the usual data."""
+    where = {"train.save": folder / "checkpoints", "train.tensorboard_dir": folder / "tensorboard"}
+    words = [f"{key}={_word(path)}" for key, path in where.items()]
+    if data.folder.resolve() == ROOT / "runs" / "quickstart-data":
+        return words
     return [
-        f"data.train_data_path=['{_short(data.train)}']",
-        f"data.valid_data_path=['{_short(data.valid)}']",
-        f"data.tokenizer_model='{_short(data.tokenizer)}'",
-        f"train.save='{_short(folder / 'checkpoints')}'",
-        f"train.tensorboard_dir='{_short(folder / 'tensorboard')}'",
+        f"data.train_data_path=[{_word(data.train)}]",
+        f"data.valid_data_path=[{_word(data.valid)}]",
+        f"data.tokenizer_model={_word(data.tokenizer)}",
+        *words,
     ]
 
 
-def _short(path: Path) -> Path:
-    path = path.resolve()
-    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+def short(path: Path) -> str:
+    """Return a path as one types it in the root of the repository."""
+    path = path.absolute()
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
-def emulate(args: argparse.Namespace, run: Run) -> list[str]:
-    """Return the command that trains on the emulated cluster."""
+def _word(path: Path) -> str:
+    """Return a path as a value in Hydra's grammar."""
+    word = short(path)
+    return word if re.fullmatch(r"[\w./-]+", word) else "'" + word.replace("'", "\\'") + "'"
+
+
+def emulate(args: argparse.Namespace, overrides: Sequence[str], *options: str) -> list[str]:
+    """Return the command that trains on the emulated cluster, to be run in the root."""
     return [
-        *(sys.executable, "-m", "megatron.efa", "emulate"),
-        *("--nodes", str(args.nodes), "--ranks-per-node", str(args.ranks_per_node)),
-        *("--rate", args.rate, "--log-dir", str(run.folder / "ranks")),
-        *("--json", str(run.traffic), "--"),
-        *("pretrain_gpt.py", "--config", str(CONFIG.relative_to(ROOT)), *run.overrides),
+        *(short(Path(sys.executable)), "-m", "megatron.efa", "emulate", "--nodes", str(args.nodes)),
+        *("--ranks-per-node", str(args.ranks_per_node), "--rate", args.rate, *options, "--"),
+        *("pretrain_gpt.py", "--config", short(CONFIG), *overrides),
     ]
 
 
@@ -108,7 +129,9 @@ def train(command: list[str], run: Run, say: Callable[[str], None]) -> None:
         lines = run.log.read_text(errors="replace").splitlines()
         said = [line for line in lines if line.startswith("megatron-efa:")]
         reason = f" ({said[-1].removeprefix('megatron-efa: ')})" if said else ""
-        raise EfaError(f"training failed with exit code {process.returncode}{reason}: see {run.log}")
+        raise EfaError(
+            f"training failed with exit code {process.returncode}{reason}: see {run.log}"
+        )
 
 
 def _tell_losses(events: Path, told: int, say: Callable[[str], None]) -> int:
@@ -136,38 +159,24 @@ def run(args: argparse.Namespace) -> int:
     data = prepare(args.runs / "quickstart-data", folder / "prepare.log", say)
     run = Run(folder, [*run_overrides(data, folder), *args.overrides])
     settings = run.settings()
-    command = emulate(args, run)
-    (folder / "command.txt").write_text(shlex.join(command) + "\n")
-    world = args.nodes * args.ranks_per_node
+    logs = ("--log-dir", short(run.folder / "ranks"), "--json", short(run.traffic))
     say(
-        f"train: {settings['train_iters'].value} steps on {args.nodes} emulated nodes of "
-        f"{args.ranks_per_node} ranks, {args.rate} between them; output in {run.log}"
+        f"train: {settings['train_iters']} steps on {args.nodes} emulated nodes of "
+        f"{args.ranks_per_node} ranks, {args.rate} between them; output in {short(run.log)}"
     )
-    train(command, run, say)
+    train(emulate(args, run.overrides, *logs), run, say)
     summary = Summary(
         learning=figures.learning(run.events),
         entropy=figures.unigram_entropy(data.valid),
-        tokens_a_step=settings["global_batch_size"].value * settings["seq_length"].value,
+        tokens_a_step=settings["global_batch_size"] * settings["seq_length"],
         seconds_a_step=figures.seconds_a_step(run.events),
         traffic=figures.traffic(run.traffic),
-        world=world,
         seconds=time.monotonic() - start,
-        folder=_short(folder),
-        resume=resume(args, run, settings),
+        folder=Path(short(folder)),
+        resume=shlex.join(emulate(args, run.resumed())),
+        tensorboard=shlex.join(
+            [short(Path(sys.executable)), "-m", "tensorboard.main", "--logdir", short(args.runs)]
+        ),
     )
     print(render(summary))
     return 0
-
-
-def resume(args: argparse.Namespace, run: Run, settings: dict[str, Setting]) -> str:
-    """Return the command that trains on from the run's last checkpoint."""
-    more = Run(
-        run.folder,
-        [
-            *run.overrides,
-            f"train.load='{_short(run.checkpoints)}'",
-            f"train.train_iters={2 * settings['train_iters'].value}",
-            "train.override_opt_param_scheduler=true",
-        ],
-    )
-    return shlex.join(emulate(args, more))
