@@ -1,4 +1,4 @@
-"""What an emulation has on this machine, and whether any of it is still there.
+"""What an emulation has on this machine, what is still there, and whether a link held its rate.
 
 A network namespace, and the links in it, exist as long as a process is in it, a descriptor is open
 on it, or a mount holds it: these are what is looked for.
@@ -61,3 +61,8 @@ def claimed(name):
 def host_links():
     """Names of the links in the host's own network namespace."""
     return {path.name for path in Path("/sys/class/net").iterdir()}
+
+
+def at_rate(measured, asked):
+    """Whether a link held its rate: never above it, and not far below on a machine that is busy."""
+    return 0.6 * asked < measured < 1.08 * asked
