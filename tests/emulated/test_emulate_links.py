@@ -135,7 +135,7 @@ def test_many_senders_share_the_link_of_the_one_receiver():
 def test_a_link_can_be_slowed_pulled_and_plugged_while_the_cluster_runs():
     with cluster(2, parse_rate("1gbit")) as nodes:
         nodes.set_rate(1, parse_rate("80mbit"))
-        assert observe.at_rate(transfer(nodes, 0, 1, 5_000_000), 80e6)
+        assert observe.at_rate(transfer(nodes, 0, 1, 10_000_000), 80e6)
         nodes.set_rate(1, None)
         assert observe.at_rate(transfer(nodes, 1, 0, 100_000_000), 1e9)  # node0's
         nodes.set_link(1, up=False)

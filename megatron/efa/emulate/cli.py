@@ -87,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
     except _Stopped:
         print(f"megatron-efa: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
         return 128 + received[0]
+    except BrokenPipeError:  # whoever read our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _emulate(
