@@ -36,7 +36,7 @@ def export(layout: Layout, *, new: str | None = None, into: int | None = None) -
         pin, series, tree = _tree_of_series(layout)
         base = obtain(pin, pin.version)
         owned = lines.apply(series, base.files.get)
-        if into is not None and into > len(series):
+        if into is not None and not 1 <= into <= len(series):
             raise EfaError(f"there is no patch {into:04d}: see `megatron-efa fork status`")
         if new is not None:
             into = len(series) + 1
