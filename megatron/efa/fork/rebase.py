@@ -76,7 +76,7 @@ class Scratch:
 
 
 def start(layout: Layout, version: str, *, directory: Path | None = None) -> str:
-    """Move the series to `version`; return a sentence on it.
+    """Move the series to `version`, then the tree; return a sentence on the tree.
 
     If the pin knows no content hash of that version, the one computed is printed, and recorded in
     `patches/upstream.toml` once the rebase has ended: from then on it is checked like any other.
@@ -105,8 +105,8 @@ def start(layout: Layout, version: str, *, directory: Path | None = None) -> str
             print(f"{pin.distribution} {version} is new here, its content hash is {new.sha256}")
         _prepare(scratch, old, new, series)
         _step(scratch, "rebase", "--empty=keep", "--onto", NEW, OLD, SERIES)
-        message = _finish(scratch)
-    return f"{message}; {sync(layout, directory=_holding(layout.pin(), version, directory))}"
+        print(_finish(scratch))
+    return sync(layout, directory=_holding(layout.pin(), version, directory))
 
 
 def go_on(layout: Layout) -> str:
@@ -120,8 +120,8 @@ def go_on(layout: Layout) -> str:
             check_resolution(repository, stopped)
             git(repository, "add", "--all", "--force")
             _step(scratch, "rebase", "--continue")
-        message = _finish(scratch)
-    return f"{message}; {sync(layout)}"
+        print(_finish(scratch))
+    return sync(layout)
 
 
 def abort(layout: Layout) -> str:

@@ -24,7 +24,7 @@ header; a hunk that would land beside other lines is refused. One written by han
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.efa.errors import EfaError
@@ -235,8 +235,3 @@ def check_rules(root: Path, series: list[Patch]) -> None:
             f"patches/ holds {len(series)} patches with {lines} inserted lines, but the budget is "
             f"{MAX_PATCHES} and {MAX_LINES}, so move logic into megatron.efa"
         )
-
-
-def with_number(patch: Patch, number: int) -> Patch:
-    """The same patch at another place in the series."""
-    return replace(patch, number=number)
