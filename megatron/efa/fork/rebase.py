@@ -113,11 +113,10 @@ def go_on(layout: Layout) -> str:
     """Go on after conflicts are resolved; returns and raises as `start`."""
     scratch = Scratch(layout)
     with locked(layout):
-        progress = scratch.read()
+        scratch.read()  # is one under way?
         repository = scratch.repository
         if (repository / ".git" / "rebase-merge").exists():
-            stopped = list(progress.conflicts.values())[-1] if progress.conflicts else []
-            check_resolution(repository, stopped)
+            check_resolution(repository)
             git(repository, "add", "--all", "--force")
             _step(scratch, "rebase", "--continue")
         print(_finish(scratch))
@@ -217,8 +216,7 @@ def _report(scratch: Scratch, progress: Progress, moved: Moved, stopped: str = "
 def _finish(scratch: Scratch) -> str:
     layout, progress = scratch.layout, scratch.read()
     pin, old = layout.pin(), scratch.series
-    unchanged = digest("", load(layout.patches)) == digest("", old)
-    if not progress.finishing and not unchanged:
+    if not progress.finishing and load(layout.patches) != old:
         raise EfaError(
             f"{layout.patches} has changed since the rebase began: restore it with git, or start "
             "again after `megatron-efa fork rebase --abort`"

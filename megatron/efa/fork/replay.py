@@ -13,25 +13,22 @@ from megatron.efa.fork.series import Patch
 _MARKERS = (b"<<<<<<< ", b"||||||| ", b">>>>>>> ")
 
 
-def check_resolution(repository: Path, conflicts: list[str]) -> None:
+def check_resolution(repository: Path) -> None:
     """Check what the engineer left in the work tree before it becomes a commit.
 
     Raises:
         EfaError: a conflict marker is left, a file appears or goes, or an upstream line is changed.
     """
-    for path in conflicts:
+    changed = names(repository, "diff", "--name-only", "--no-renames", "-z", "HEAD")
+    for path in sorted({*changed, *names(repository, "ls-files", "--others", "-z")}):
         file = repository / path
-        text = file.read_bytes() if file.is_file() else b""
-        for number, line in enumerate(lines.split(text), start=1):
+        after = lines.split(file.read_bytes()) if file.is_file() else None
+        for number, line in enumerate(after or (), start=1):
             if line.startswith(_MARKERS):
                 raise EfaError(
                     f"{file}:{number} still has a conflict marker: resolve it, then run "
                     "`megatron-efa fork rebase --continue`"
                 )
-    changed = names(repository, "diff", "--name-only", "--no-renames", "-z", "HEAD")
-    for path in {*changed, *names(repository, "ls-files", "--others", "-z")}:
-        file = repository / path
-        after = lines.split(file.read_bytes()) if file.is_file() else None
         _inserted(path, _lines_at(repository, "HEAD", path), after)
 
 
