@@ -1,0 +1,270 @@
+"""Megatron on CPUs over gloo: torch.cuda redirected to the CPU, every process group to gloo.
+
+Only torch is rebound, never Megatron, so an unpatched megatron-core runs under it as well. Factory
+functions are rebound rather than intercepted by a TorchFunctionMode: a mode costs on every
+operation, is per thread, and is off inside `torch.autograd.backward`, hence inside a recomputed
+checkpoint.
+
+Streams do nothing, since a CPU runs in program order; events keep real times, memory figures are
+the process's own, and asynchronous collectives stay asynchronous.
+"""
+
+import functools
+import itertools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.efa.redirect import Redirection
+
+_on = Redirection()
+_warning_filters: list[tuple[logging.Logger, logging.Filter]] = []
+
+
+def wanted(argv: Sequence[str]) -> bool:
+    """Whether Megatron should run on CPUs here.
+
+    True if MEGATRON_EFA_CPU=1, or if `argv` asks for `--distributed-backend gloo` on a machine
+    without a GPU. Imports torch only in the second case.
+    """
+    if os.environ.get("MEGATRON_EFA_CPU") == "1" or enabled():
+        return True
+    flag = "--distributed-backend"
+    values = [a.partition("=")[2] for a in argv if a.startswith(flag + "=")]
+    values += [b for a, b in itertools.pairwise(argv) if a == flag]
+    if "gloo" not in values:
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def enabled() -> bool:
+    """Whether the redirection is on in this process."""
+    return bool(_on.names())
+
+
+def redirected() -> list[str]:
+    """Dotted names of everything that is rebound now; empty when off."""
+    return _on.names()
+
+
+def enable() -> None:
+    """Redirect torch to the CPU and gloo. Idempotent; call it before anything imports megatron.
+
+    Raises:
+        EfaError: a name to be redirected does not exist in this PyTorch.
+    """
+    if enabled():
+        return
+    from megatron.efa import gloo
+
+    try:
+        _tensors(_on)
+        _cuda(_on)
+        _random(_on)
+        _data_loader(_on)
+        _compiler(_on)
+        gloo.redirect(_on)
+    except BaseException:
+        _on.undo()
+        raise
+    _quiet_shared_generator()
+
+
+def disable() -> None:
+    """Put torch back as it was. For tests: modules imported meanwhile keep what they bound."""
+    _on.undo()
+    while _warning_filters:
+        logger, rule = _warning_filters.pop()
+        logger.removeFilter(rule)
+
+
+def _to_cpu(device: Any) -> Any:
+    """The CPU for what names a CUDA device (string, index, torch.device), else `device`."""
+    import torch
+
+    if isinstance(device, str):
+        return "cpu" if device.startswith("cuda") else device
+    if isinstance(device, torch.device):
+        return torch.device("cpu") if device.type == "cuda" else device
+    if isinstance(device, int) and not isinstance(device, bool):
+        return "cpu"
+    return device
+
+
+# fmt: off
+_FACTORIES = (
+    "arange", "asarray", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full",
+    "full_like", "linspace", "logspace", "normal", "ones", "ones_like", "rand", "rand_like",
+    "randint", "randint_like", "randn", "randn_like", "randperm", "range", "scalar_tensor",
+    "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
+)
+_NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+_TYPED = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+# fmt: on
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with its `device` moved to the CPU and without pinned memory."""
+
+    @functools.wraps(function)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            if kwargs.get("device") is not None:
+                kwargs["device"] = _to_cpu(kwargs["device"])
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return redirected
+
+
+def _tensors(on: Redirection) -> None:
+    """Factory functions, moves between devices, and the spelling of tensor types."""
+    import torch
+    from torch.utils._device import _device_constructors
+
+    # `with torch.device("meta")` knows the factories by identity: let it learn the real ones, which
+    # ours go on calling.
+    _device_constructors()
+    for name in _FACTORIES:
+        on.set(torch, name, _on_cpu(getattr(torch, name)))
+    for name in _NEW:
+        on.set(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+    for name in _TYPED:
+        on.set(torch.cuda, name + "Tensor", getattr(torch, name + "Tensor"))
+
+    real_to, real_type, real_load = torch.Tensor.to, torch.Tensor.type, torch.load
+
+    @functools.wraps(real_to)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args:
+            args = (_to_cpu(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = _to_cpu(kwargs["device"])
+        return real_to(self, *args, **kwargs)
+
+    @functools.wraps(real_type)
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Upstream tells precisions apart by "torch.cuda.FloatTensor" and the like.
+        if dtype is None:
+            name = real_type(self)
+            return name if self.is_meta else name.replace("torch.", "torch.cuda.", 1)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return real_type(self, dtype, *args, **kwargs)
+
+    @functools.wraps(real_load)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return real_load(f, _to_cpu(map_location), *args, **kwargs)
+
+    on.set(torch, "load", load)
+    on.set(torch.Tensor, "to", to)
+    on.set(torch.Tensor, "type", type_)
+    on.set(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+    on.set(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)
+    on.set(torch.Tensor, "record_stream", lambda self, stream: None)
+
+
+def _cuda(on: Redirection) -> None:
+    """torch.cuda itself: devices, streams, events, memory."""
+    import torch
+
+    from megatron.efa import cpu_device
+
+    for name, value in cpu_device.names().items():
+        on.set(torch.cuda, name, value)
+    for name in ("range_push", "range_pop"):
+        on.set(torch.cuda.nvtx, name, lambda *args, **kwargs: 0)
+
+
+class _Generators(Sequence):
+    """`torch.cuda.default_generators` for a machine whose every device is the CPU."""
+
+    def __getitem__(self, index: Any) -> Any:
+        import torch
+
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        import torch
+
+        return torch.cuda.device_count()
+
+
+def _random(on: Redirection) -> None:
+    """The CUDA generator is the CPU's: it is the one that operations on the CPU draw from."""
+    import torch
+
+    def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+    def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+        torch.default_generator.set_state(new_state)
+
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(int(seed))
+
+    def manual_seed_all(seed: int) -> None:
+        torch.default_generator.manual_seed(int(seed))
+
+    def initial_seed() -> int:
+        return torch.default_generator.initial_seed()
+
+    for module in (torch.cuda, torch.cuda.random):
+        on.set(module, "get_rng_state", get_rng_state)
+        on.set(module, "set_rng_state", set_rng_state)
+        on.set(module, "manual_seed", manual_seed)
+        on.set(module, "manual_seed_all", manual_seed_all)
+        on.set(module, "initial_seed", initial_seed)
+    # A build of torch without CUDA has no such name; one with it fills the name lazily.
+    on.set(torch.cuda, "default_generators", _Generators(), new=True)
+
+
+def _data_loader(on: Redirection) -> None:
+    """Data loaders neither pin memory nor draw from the generator that dropout draws from.
+
+    A new iterator draws the seed of its workers from the CPU's generator. On a GPU that is not the
+    model's generator; here it would be, and a resumed run, which builds its iterators after the
+    generator was restored, would drop other elements than an unbroken one.
+    """
+    import torch
+    from torch.utils.data import dataloader
+
+    seeds = torch.Generator()
+    real_init = dataloader._BaseDataLoaderIter.__init__
+
+    @functools.wraps(real_init)
+    def init(self: Any, loader: Any) -> None:
+        loader.pin_memory = False
+        if loader.generator is None:
+            loader.generator = seeds
+        real_init(self, loader)
+
+    on.set(dataloader._BaseDataLoaderIter, "__init__", init)
+    # It asks torch.cuda.is_available, and then a driver that is not there.
+    on.set(torch.accelerator, "is_available", lambda: False)
+
+
+def _compiler(on: Redirection) -> None:
+    """torch.compile leaves functions as they are: importing Dynamo alone costs seconds a rank."""
+    import torch
+
+    def leave(model: Any = None, **kwargs: Any) -> Any:
+        return (lambda function: function) if model is None else model
+
+    on.set(torch, "compile", leave)
+
+
+def _quiet_shared_generator() -> None:
+    """Drop upstream's warning that the CPU generator moved while the CUDA one was in use: they are
+    one here, so it would come with every initialised weight."""
+
+    def unless_shared(record: logging.LogRecord) -> bool:
+        return record.getMessage() != "CPU RNG state changed within GPU RNG context"
+
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger.addFilter(unless_shared)
+    _warning_filters.append((logger, unless_shared))

@@ -1,0 +1,52 @@
+"""Rebinding names of other modules: each checked, each recorded, each undone."""
+
+from typing import Any
+
+from megatron.efa.errors import EfaError
+
+_ABSENT = object()
+
+
+class Redirection:
+    """A set of rebound attributes that knows how to put everything back.
+
+    An attribute that is not there is an error unless it is declared new: a redirection that
+    silently does nothing because its target has moved is worse than none.
+    """
+
+    def __init__(self) -> None:
+        self._changes: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any, *, new: bool = False) -> None:
+        """Bind `owner.name` to `value`.
+
+        Raises:
+            EfaError: `owner` has no such attribute and `new` is False.
+        """
+        if not new and not hasattr(owner, name):
+            raise EfaError(
+                f"cannot redirect {self._label(owner, name)}: this PyTorch does not have it; "
+                "install a PyTorch release named in pyproject.toml."
+            )
+        # An inherited attribute is shadowed, so undoing it means deleting ours.
+        self._changes.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Put everything back, the latest change first."""
+        while self._changes:
+            owner, name, old = self._changes.pop()
+            if old is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+
+    def names(self) -> list[str]:
+        """The rebound attributes, in order, as dotted names."""
+        return [self._label(owner, name) for owner, name, _ in self._changes]
+
+    @staticmethod
+    def _label(owner: Any, name: str) -> str:
+        module = getattr(owner, "__module__", None)
+        inner = getattr(owner, "__qualname__", None) or owner.__name__
+        return ".".join(part for part in (module, inner, name) if part)

@@ -1,0 +1,110 @@
+"""Training runs of a few steps on N gloo ranks, with exact losses and gradient norms."""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN = "PLAIN_MEGATRON"
+
+MODEL = shlex.split(
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --swiglu --disable-bias-linear --normalization RMSNorm "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --no-persist-layer-norm "
+    "--attention-dropout 0 --hidden-dropout 0 --no-rope-fusion --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --transformer-impl local --attention-backend unfused"
+)
+MOE = shlex.split(
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 "
+    "--moe-token-dispatcher-type alltoall"
+)
+TRAINING = shlex.split(
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--make-vocab-size-divisible-by 128 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 "
+    "--min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1 "
+    "--seed 1234 --log-interval 1 --eval-iters 0 --eval-interval 1000 --split 100,0,0 "
+    "--num-workers 0 --distributed-timeout-minutes 1 --no-check-for-nan-in-loss-and-grad"
+)
+
+
+@dataclass
+class Run:
+    """What a run left behind. `steps[i]` is the i-th step as the last stage saw it."""
+
+    codes: list
+    steps: list
+    logs: list
+
+    @property
+    def ok(self):
+        return not any(self.codes)
+
+    @property
+    def losses(self):
+        return [float.fromhex(step["losses"]["lm loss"]) for step in self.steps]
+
+    @property
+    def grad_norms(self):
+        return [float.fromhex(step["grad_norm"]) for step in self.steps]
+
+    @property
+    def bits(self):
+        """Losses and gradient norms exactly: equal only if every bit is."""
+        return [(step["losses"], step["grad_norm"]) for step in self.steps]
+
+    def tail(self, lines=25):
+        return "\n".join(
+            f"--- rank {rank}, exit {code}\n" + "\n".join(log.splitlines()[-lines:])
+            for rank, (code, log) in enumerate(zip(self.codes, self.logs, strict=True))
+            if code
+        )
+
+    def checked(self):
+        assert self.ok, self.tail()
+        assert self.steps, "the run trained no step"
+        return self
+
+
+class Trainer:
+    """Runs jobs on one tree of Megatron: ours (`plain` None), or upstream's at `plain`."""
+
+    def __init__(self, scratch, plain=None):
+        self.scratch, self.count = Path(scratch), 0
+        path = [str(plain), str(ROOT)] if plain else [str(ROOT)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.parity.zygote", *(["--plain"] if plain else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=self.scratch,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
+        )
+        assert self.process.stdout.readline() == "ready\n", "the trainer did not start"
+
+    def run(self, ranks, argv, steps=4, timeout=120):
+        """Train `steps` steps on `ranks` ranks with the Megatron flags `argv`."""
+        self.count += 1
+        out = self.scratch / f"run{self.count}"
+        argv = [*MODEL, *TRAINING, "--train-iters", str(steps), *argv]
+        job = {"ranks": ranks, "argv": argv, "port": free_port(), "out": str(out)}
+        self.process.stdin.write(json.dumps(job | {"timeout": timeout}) + "\n")
+        self.process.stdin.flush()
+        codes = json.loads(self.process.stdout.readline())
+        last = out / f"rank{ranks - 1}.json"
+        logs = [(out / f"rank{rank}.log").read_text() for rank in range(ranks)]
+        return Run(codes, json.loads(last.read_text()) if last.exists() else [], logs)
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
