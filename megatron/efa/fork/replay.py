@@ -1,7 +1,6 @@
 """Read the commits that a rebase made back as patches."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from megatron.efa.errors import EfaError
@@ -60,9 +59,9 @@ def replay(repository: Path, series: list[Patch], base: str) -> dict[int, Patch]
             marks = _inserted(path, old, _lines_at(repository, commit, path), prefer)
             owners = iter([owner for _, owner in before or ()])
             files[path] = [(x, number if mark == align.NEW else next(owners)) for x, mark in marks]
-        hunks = [h for path in sorted(files) for h in lines.hunks(path, files[path], number)]
-        if hunks:
-            moved[patch.number] = replace(patch, number=number, hunks=tuple(hunks))
+        result = lines.rewritten(patch, files, number)
+        if result.hunks:
+            moved[patch.number] = result
     return moved
 
 

@@ -201,10 +201,10 @@ def load(directory: Path) -> list[Patch]:
 
 
 def digest(pin_sha256: str, series: Iterable[Patch]) -> str:
-    """Identifies the tree that a base and a series make; headers do not count."""
+    """Identifies the tree that base and series make; headers and order of files do not count."""
     total = hashlib.sha256(pin_sha256.encode())
     for patch in series:
-        for hunk in patch.hunks:
+        for hunk in sorted(patch.hunks, key=lambda hunk: hunk.path):  # in a file they are in order
             total.update(f"\n{patch.number} {hunk.path} {hunk.after} {len(hunk.lines)}\n".encode())
             total.update(b"".join(hunk.lines))
     return total.hexdigest()
