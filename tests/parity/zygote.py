@@ -21,8 +21,10 @@ from megatron.efa import cpu
 
 def preload(plain):
     cpu.enable()
-    import torch._dynamo  # noqa: F401 - optimizers import it when first used; seconds for each rank
+    # Imported when first used, by optimizers and by any tokenizer: seconds for each rank.
+    import torch._dynamo  # noqa: F401
 
+    import megatron.core.tokenizers.text
     import tests.parity.entry
 
     if plain:
