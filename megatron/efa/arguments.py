@@ -1,6 +1,7 @@
 """Megatron's argument parser with our own flags in it."""
 
 import argparse
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -68,6 +69,7 @@ class _Parser(argparse.ArgumentParser):
 def _refusing(convert: Callable[[str], Any], choices: Any) -> Callable[[str], Any]:
     """Let argparse report what upstream's converters raise (an enum's raises KeyError)."""
 
+    @functools.wraps(convert)
     def converter(text: str) -> Any:
         try:
             return convert(text)
