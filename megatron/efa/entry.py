@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.efa.fork import verify_at_start
-
 from megatron.efa import cpu
 from megatron.efa.config.compose import Setting, compose
 from megatron.efa.config.words import Words, split
 from megatron.efa.errors import EfaError
+from megatron.efa.fork import verify_at_start
 
 _GRACE_S = 20.0
 """How long a rank waits for rank 0 to tell an error: imports differ by seconds between ranks."""

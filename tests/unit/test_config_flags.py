@@ -183,7 +183,11 @@ MISTAKES = {
     "bool": ("onnx_safe", 1, "is 1, but --onnx-safe wants true or false"),
     "choice": ("recompute_granularity", "ful", "takes one of full, selective; did you mean full?"),
     "enum": ("attention_backend", "flsh", "auto; did you mean flash?"),
-    "number of values": ("rampup_batch_size", [1, 2], "has 2 values, but --rampup-batch-size takes"),
+    "number of values": (
+        "rampup_batch_size",
+        [1, 2],
+        "has 2 values, but --rampup-batch-size takes",
+    ),
     "empty list": ("recompute_modules", [], "is an empty list, but --recompute-modules takes one"),
     "null in list": ("data_path", ["a", None], "is null, but --data-path wants text"),
     "flag in list": ("data_path", ["a", "-x"], "'-x' would be read as a flag"),
