@@ -12,7 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,4 +155,7 @@ def _leave_for_torchrun(sentence: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": sentence, "extraInfo": extra}}))
+        with suppress(OSError):
+            Path(path).write_text(
+                json.dumps({"message": {"message": sentence, "extraInfo": extra}})
+            )

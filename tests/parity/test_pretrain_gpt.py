@@ -90,7 +90,7 @@ MOCK_YAML_AS_FLAGS = shlex.split(
     "--moe-router-dtype fp32 --moe-shared-expert-intermediate-size 64 "
     "--moe-token-dispatcher-type alltoall --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 1023 --seq-length 64 --split 98,1,1 --micro-batch-size 2 --global-batch-size 8 "
-    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 "
     "--clip-grad 1 --log-interval 1 --eval-interval 20 --eval-iters 1 --use-distributed-optimizer "
     "--distributed-backend gloo --transformer-impl local --no-masked-softmax-fusion "
     "--no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-bias-gelu-fusion "
@@ -161,18 +161,19 @@ def test_the_mean_over_tokens_is_the_mean_over_microbatches_of_equal_size(ours):
     assert by_token.grad_norms == pytest.approx(by_microbatch.grad_norms, rel=1e-4)
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_with_a_traceback(ours):
+def test_the_rerun_state_machine_watches_the_loss(ours, tmp_path):
     flags = [f for f in [*MODEL, *TRAINING] if f != "--no-check-for-nan-in-loss-and-grad"]
-    run = ours.start(1, [*flags, *shlex.split("--train-iters 4 --lr 1e30 --lr-warmup-iters 0")])
+    faults = "--error-injection-rate 1 --error-injection-type persistent_error --train-iters 4"
+    save = ["--save", str(tmp_path), "--save-interval", "9"]  # where it leaves the state to rerun
+    run = ours.start(1, [*flags, *shlex.split(faults), *save])
     assert not run.ok
     assert "found NaN in local forward loss calculation" in run.logs[0]
-    assert "Traceback" in run.logs[0]
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--num-layers", "5", "--pipeline-model-parallel-size", "2"], "must be divisible by"),
+        (["--num-layers", "5", "--pipeline-model-parallel-size", "2"], "should be divisible by the pipeline-model-parallel size"),
         (["--load", "x", "--ckpt-convert-format", "torch"], "this does not hold: args.ckpt_conv"),
         (["--sft"], "--sft packs documents into one sequence"),
         (["--checkpoint-activations"], "Megatron refuses these arguments"),
