@@ -127,6 +127,7 @@ class Progress:
     """A bar on a terminal; elsewhere a line every `interval` documents."""
 
     def __init__(self, size: int, interval: int) -> None:
+        tqdm.monitor_interval = 0  # no thread of its own: the workers are forked
         self.bar = tqdm(total=size, unit="B", unit_scale=True, disable=None, file=sys.stderr)
         self.interval, self.documents, self.bytes, self.start = interval, 0, 0, time.monotonic()
 

@@ -46,6 +46,12 @@ class Data:
             return None
 
 
+def short(path: Path) -> str:
+    """Return a path as one types it in the root of the repository."""
+    path = path.absolute()
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
 def fingerprint(texts: dict[str, str]) -> str:
     """Return a hash of all that decides the prepared files: the text, our code, the tokenizer's."""
     digest = hashlib.sha256()
@@ -64,7 +70,7 @@ def prepare(folder: Path, log: Path, say: Say) -> Data:
     texts = corpus.topics()
     data, wanted = Data(folder), fingerprint(texts)
     if data.fingerprint() == wanted:
-        say(f"data: {folder} is there already")
+        say(f"data: {short(folder)} is there already")
         return data
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -96,7 +102,9 @@ def _make(data: Data, texts: dict[str, str], log: Path, say: Say) -> None:
             )
         codes = [process.wait() for process in running]
     if any(codes):
-        raise EfaError(f"tools/preprocess_data.py failed with exit code {max(codes)}: see {log}")
+        raise EfaError(
+            f"tools/preprocess_data.py failed with exit code {max(codes)}: see {short(log)}"
+        )
     say("data: tokenized by tools/preprocess_data.py")
 
 

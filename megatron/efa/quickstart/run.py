@@ -16,7 +16,7 @@ from megatron.efa.config.compose import compose
 from megatron.efa.errors import EfaError
 from megatron.efa.fork import verify_at_start
 from megatron.efa.quickstart import figures
-from megatron.efa.quickstart.prepare import ROOT, Data, prepare
+from megatron.efa.quickstart.prepare import ROOT, Data, prepare, short
 from megatron.efa.quickstart.summary import Summary, render
 
 CONFIG = ROOT / "examples" / "quickstart.yaml"
@@ -76,6 +76,16 @@ def new_folder(runs: Path) -> Path:
         return folder
 
 
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise EfaError, before anything is made, for overrides that do not compose to a run."""
+    known = {setting.key for setting in compose(str(CONFIG), overrides)}
+    for key in ("train_iters", "global_batch_size", "seq_length"):
+        if key not in known:
+            raise EfaError(
+                f"the overrides take {key} away, without which there is no run to sum up"
+            )
+
+
 def run_overrides(data: Data, folder: Path) -> list[str]:
     """Where this run reads and writes, as overrides of the config, which names the usual data."""
     where = {"train.save": folder / "checkpoints", "train.tensorboard_dir": folder / "tensorboard"}
@@ -88,12 +98,6 @@ def run_overrides(data: Data, folder: Path) -> list[str]:
         f"data.tokenizer_model={_word(data.tokenizer)}",
         *words,
     ]
-
-
-def short(path: Path) -> str:
-    """Return a path as one types it in the root of the repository."""
-    path = path.absolute()
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def _word(path: Path) -> str:
@@ -126,12 +130,20 @@ def train(command: list[str], run: Run, say: Callable[[str], None]) -> None:
             raise
     _tell_losses(run.events, told, say)
     if process.returncode:
-        lines = run.log.read_text(errors="replace").splitlines()
-        said = [line for line in lines if line.startswith("megatron-efa:")]
-        reason = f" ({said[-1].removeprefix('megatron-efa: ')})" if said else ""
         raise EfaError(
-            f"training failed with exit code {process.returncode}{reason}: see {run.log}"
+            f"training failed with exit code {process.returncode}{_reason(run.log)}: "
+            f"see {short(run.log)}"
         )
+
+
+def _reason(log: Path) -> str:
+    """Return what the training script, or else the emulator, said was wrong."""
+    lines = log.read_text(errors="replace").splitlines()
+    for speaker in ("pretrain_gpt.py: ", "megatron-efa: "):
+        said = [line.removeprefix(speaker) for line in lines if line.startswith(speaker)]
+        if said:
+            return f" ({said[-1]})"
+    return ""
 
 
 def _tell_losses(events: Path, told: int, say: Callable[[str], None]) -> int:
@@ -155,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"[{time.monotonic() - start:5.1f} s] {text}", flush=True)
 
     verify_at_start()
+    check_overrides(args.overrides)
     folder = new_folder(args.runs)
     data = prepare(args.runs / "quickstart-data", folder / "prepare.log", say)
     run = Run(folder, [*run_overrides(data, folder), *args.overrides])
