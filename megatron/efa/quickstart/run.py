@@ -1,6 +1,7 @@
 """The quickstart, stage by stage: data, training on an emulated cluster, what came of it."""
 
 import argparse
+import contextlib
 import re
 import shlex
 import signal
@@ -20,6 +21,10 @@ from megatron.efa.quickstart.prepare import ROOT, Data, prepare, short
 from megatron.efa.quickstart.summary import Summary, render
 
 CONFIG = ROOT / "examples" / "quickstart.yaml"
+
+
+_LOOK_S = 2.0
+"""How often training is looked at for new losses."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +126,14 @@ def train(command: list[str], run: Run, say: Callable[[str], None]) -> None:
     with run.log.open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
-            while process.poll() is None:
-                time.sleep(2)
-                told = _tell_losses(run.events, told, say)
+            while process.returncode is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_S)
+                told = _tell_losses(run.events, told, say, ended=process.returncode is not None)
         except BaseException:  # the emulator removes its cluster, then ends
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
-    _tell_losses(run.events, told, say)
     if process.returncode:
         raise EfaError(
             f"training failed with exit code {process.returncode}{_reason(run.log)}: "
@@ -146,12 +151,15 @@ def _reason(log: Path) -> str:
     return ""
 
 
-def _tell_losses(events: Path, told: int, say: Callable[[str], None]) -> int:
-    """Tell every tenth step's loss after step `told`, with the validation loss if there is one."""
+def _tell_losses(events: Path, told: int, say: Callable[[str], None], ended: bool) -> int:
+    """Tell every tenth step's loss after step `told`, and the validation loss that follows it.
+
+    Returns the last step that was told.
+    """
     found = figures.curves(events, "lm loss", "lm loss validation")
     losses, validation = found["lm loss"], dict(found["lm loss validation"])
     # A validation is written after its step: tell the step once the next one is there.
-    for step, loss in losses[:-1]:
+    for step, loss in losses if ended else losses[:-1]:
         if step > told and (step % 10 == 0 or step == 1):
             held_out = f"   held out {validation[step]:.3f}" if step in validation else ""
             say(f"train: step {step:4d}   loss {loss:.3f}{held_out}")
