@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ _UNUSABLE = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser; the tokenizer's flags are those of `pretrain_gpt.py`."""
-    from megatron.training.arguments import _add_tokenizer_args
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are about training: which kernels are missing here
+        from megatron.training.arguments import _add_tokenizer_args
 
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -91,16 +91,21 @@ def _make(data: Data, texts: dict[str, str], log: Path, say: Say) -> None:
     corpus.train_tokenizer(train, VOCABULARY, data.tokenizer)
     say(f"data: byte-level BPE of {VOCABULARY} tokens trained")
     parts = {data.train: train, data.valid: held_out}
-    running = []
+    running: list[subprocess.Popen[bytes]] = []
     with log.open("wb") as output:
-        for prefix, documents in parts.items():
-            name = prefix.name.removesuffix("_text_document")
-            corpus.write_jsonl(data.folder / f"{name}.jsonl", documents)
-            command = _preprocess(data, name)
-            running.append(
-                subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-            )
-        codes = [process.wait() for process in running]
+        try:
+            for prefix, documents in parts.items():
+                name = prefix.name.removesuffix("_text_document")
+                corpus.write_jsonl(data.folder / f"{name}.jsonl", documents)
+                command = _preprocess(data, name)
+                running.append(
+                    subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+                )
+            codes = [process.wait() for process in running]
+        finally:
+            for process in running:
+                process.terminate()  # does nothing to one that has ended
+                process.wait()
     if any(codes):
         raise EfaError(
             f"tools/preprocess_data.py failed with exit code {max(codes)}: see {short(log)}"

@@ -22,7 +22,6 @@ from megatron.efa.quickstart.summary import Summary, render
 
 CONFIG = ROOT / "examples" / "quickstart.yaml"
 
-
 _LOOK_S = 2.0
 """How often training is looked at for new losses."""
 
@@ -176,8 +175,9 @@ def run(args: argparse.Namespace) -> int:
 
     verify_at_start()
     check_overrides(args.overrides)
-    folder = new_folder(args.runs)
-    data = prepare(args.runs / "quickstart-data", folder / "prepare.log", say)
+    runs = args.runs.absolute()
+    folder = new_folder(runs)
+    data = prepare(runs / "quickstart-data", folder / "prepare.log", say)
     run = Run(folder, [*run_overrides(data, folder), *args.overrides])
     settings = run.settings()
     logs = ("--log-dir", short(run.folder / "ranks"), "--json", short(run.traffic))
@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
         folder=Path(short(folder)),
         resume=shlex.join(emulate(args, run.resumed())),
         tensorboard=shlex.join(
-            [short(Path(sys.executable)), "-m", "tensorboard.main", "--logdir", short(args.runs)]
+            [short(Path(sys.executable)), "-m", "tensorboard.main", "--logdir", short(runs)]
         ),
     )
     print(render(summary))
