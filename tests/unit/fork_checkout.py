@@ -58,7 +58,7 @@ def patch(number: int, title: str, *hunks: Hunk) -> Patch:
 
 SERIES = [
     patch(1, "first", hunk(A, 3, "first1 = 1", "first2 = 2"), hunk(LOOP, 12, "tail = 1")),
-    patch(2, "second", hunk(A, 9, "second = 1"), hunk(B, 0, "top = 1")),
+    patch(2, "second", hunk(B, 0, "top = 1"), hunk(A, 9, "second = 1")),
 ]
 
 

@@ -18,7 +18,7 @@ class BaseLineLost(Exception):
 
 
 def own(old: Lines, new: list[bytes], prefer: Collection[tuple[bytes, ...]] = ()) -> Lines:
-    """Give each line of `new` an owner: that of the line of `old` it continues, or `NEW`.
+    """Give each line of `new` the owner of the line of `old` it continues or replaces, or `NEW`.
 
     Every base line (owner 0) of `old` must be in `new`, in order. Where equal lines allow several
     places for an insertion, the one whose lines are in `prefer` is taken.
@@ -31,11 +31,20 @@ def own(old: Lines, new: list[bytes], prefer: Collection[tuple[bytes, ...]] = ()
     if any(owner == 0 and at not in matches for at, (_, owner) in enumerate(old)):
         _check_base_kept(old, new, matches)
         matches = _matches_keeping_base(old, new)
-    owners = [NEW] * len(new)
-    for at, to in matches.items():
-        owners[to] = old[at][1]
-    result = list(zip(new, owners, strict=True))
+    result = list(zip(new, _owners(old, matches, len(new)), strict=True))
     return _slide(result, prefer) if prefer else result
+
+
+def _owners(old: Lines, matches: dict[int, int], count: int) -> list[int]:
+    owners = [NEW] * count
+    at = to = 0
+    for next_at, next_to in [*sorted(matches.items()), (len(old), count)]:
+        if at < next_at:  # these lines are gone, so new ones in their place are of the same patch
+            owners[to:next_to] = [old[at][1]] * (next_to - to)
+        if next_at < len(old):
+            owners[next_to] = old[next_at][1]
+        at, to = next_at + 1, next_to + 1
+    return owners
 
 
 def _matches(old: list[bytes], new: list[bytes]) -> dict[int, int]:

@@ -36,7 +36,7 @@ def export(layout: Layout, *, new: str | None = None, into: int | None = None) -
         pin, series, tree = _tree_of_series(layout)
         base = obtain(pin, pin.version)
         owned = lines.apply(series, base.files.get)
-        if into is not None and into > len(series):
+        if into is not None and not 1 <= into <= len(series):
             raise EfaError(f"there is no patch {into:04d}: see `megatron-efa fork status`")
         if new is not None:
             into = len(series) + 1
@@ -170,21 +170,19 @@ def _adopt(path: str, owned: Lines, target: int | None) -> Lines:
 
 
 def _write_down(patch: Patch, owned: dict[str, Lines]) -> Patch:
-    hunks = [
-        hunk for path in sorted(owned) for hunk in lines.hunks(path, owned[path], patch.number)
-    ]
-    if not hunks and not patch.hunks:
+    result = lines.rewritten(patch, owned)
+    if not result.hunks and not patch.hunks:
         raise EfaError(
             f"there is no line for the new patch {patch.name}: insert one that stands beside no "
             "other patch, then run `megatron-efa fork export` again"
         )
-    if not hunks:
+    if not result.hunks:
         raise EfaError(
             f"patches/{patch.name} has no line in the tree any more: put one back, or take the "
             "patch out by `megatron-efa fork sync --force` and then "
             f"`megatron-efa fork export --drop {patch.number}`"
         )
-    return replace(patch, hunks=tuple(hunks))
+    return result
 
 
 def _slug(title: str) -> str:

@@ -6,6 +6,7 @@ down again are two readings of one structure, and hunk positions never have to b
 
 import io
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from megatron.efa.errors import EfaError
 from megatron.efa.fork.series import Hunk, Patch, beside
@@ -90,6 +91,18 @@ def hunks(path: str, lines: Lines, number: int) -> list[Hunk]:
         else:
             at, after = at + 1, after + 1
     return found
+
+
+def rewritten(patch: Patch, files: dict[str, Lines], number: int | None = None) -> Patch:
+    """The patch as the lines of owner `number` (its own, if not given), under its own header.
+
+    Files stay in the order of the patch, new ones come behind in that of their names.
+    """
+    number = patch.number if number is None else number
+    order = [path for path in patch.paths if path in files]
+    order += sorted(files.keys() - set(order))
+    found = [hunk for path in order for hunk in hunks(path, files[path], number)]
+    return replace(patch, number=number, hunks=tuple(found))
 
 
 def without_series(series: list[Patch], path: str, data: bytes) -> bytes | None:

@@ -76,7 +76,7 @@ class Scratch:
 
 
 def start(layout: Layout, version: str, *, directory: Path | None = None) -> str:
-    """Move the series to `version`; return a sentence on it.
+    """Move the series to `version`, then the tree; return a sentence on the tree.
 
     If the pin knows no content hash of that version, the one computed is printed, and recorded in
     `patches/upstream.toml` once the rebase has ended: from then on it is checked like any other.
@@ -105,23 +105,22 @@ def start(layout: Layout, version: str, *, directory: Path | None = None) -> str
             print(f"{pin.distribution} {version} is new here, its content hash is {new.sha256}")
         _prepare(scratch, old, new, series)
         _step(scratch, "rebase", "--empty=keep", "--onto", NEW, OLD, SERIES)
-        message = _finish(scratch)
-    return f"{message}; {sync(layout, directory=_holding(layout.pin(), version, directory))}"
+        print(_finish(scratch))
+    return sync(layout, directory=_holding(layout.pin(), version, directory))
 
 
 def go_on(layout: Layout) -> str:
     """Go on after conflicts are resolved; returns and raises as `start`."""
     scratch = Scratch(layout)
     with locked(layout):
-        progress = scratch.read()
+        scratch.read()  # is one under way?
         repository = scratch.repository
         if (repository / ".git" / "rebase-merge").exists():
-            stopped = list(progress.conflicts.values())[-1] if progress.conflicts else []
-            check_resolution(repository, stopped)
+            check_resolution(repository)
             git(repository, "add", "--all", "--force")
             _step(scratch, "rebase", "--continue")
-        message = _finish(scratch)
-    return f"{message}; {sync(layout)}"
+        print(_finish(scratch))
+    return sync(layout)
 
 
 def abort(layout: Layout) -> str:
@@ -217,8 +216,7 @@ def _report(scratch: Scratch, progress: Progress, moved: Moved, stopped: str = "
 def _finish(scratch: Scratch) -> str:
     layout, progress = scratch.layout, scratch.read()
     pin, old = layout.pin(), scratch.series
-    unchanged = digest("", load(layout.patches)) == digest("", old)
-    if not progress.finishing and not unchanged:
+    if not progress.finishing and load(layout.patches) != old:
         raise EfaError(
             f"{layout.patches} has changed since the rebase began: restore it with git, or start "
             "again after `megatron-efa fork rebase --abort`"

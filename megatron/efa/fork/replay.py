@@ -1,7 +1,6 @@
 """Read the commits that a rebase made back as patches."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from megatron.efa.errors import EfaError
@@ -13,25 +12,22 @@ from megatron.efa.fork.series import Patch
 _MARKERS = (b"<<<<<<< ", b"||||||| ", b">>>>>>> ")
 
 
-def check_resolution(repository: Path, conflicts: list[str]) -> None:
+def check_resolution(repository: Path) -> None:
     """Check what the engineer left in the work tree before it becomes a commit.
 
     Raises:
         EfaError: a conflict marker is left, a file appears or goes, or an upstream line is changed.
     """
-    for path in conflicts:
+    changed = names(repository, "diff", "--name-only", "--no-renames", "-z", "HEAD")
+    for path in sorted({*changed, *names(repository, "ls-files", "--others", "-z")}):
         file = repository / path
-        text = file.read_bytes() if file.is_file() else b""
-        for number, line in enumerate(lines.split(text), start=1):
+        after = lines.split(file.read_bytes()) if file.is_file() else None
+        for number, line in enumerate(after or (), start=1):
             if line.startswith(_MARKERS):
                 raise EfaError(
                     f"{file}:{number} still has a conflict marker: resolve it, then run "
                     "`megatron-efa fork rebase --continue`"
                 )
-    changed = names(repository, "diff", "--name-only", "--no-renames", "-z", "HEAD")
-    for path in {*changed, *names(repository, "ls-files", "--others", "-z")}:
-        file = repository / path
-        after = lines.split(file.read_bytes()) if file.is_file() else None
         _inserted(path, _lines_at(repository, "HEAD", path), after)
 
 
@@ -63,9 +59,9 @@ def replay(repository: Path, series: list[Patch], base: str) -> dict[int, Patch]
             marks = _inserted(path, old, _lines_at(repository, commit, path), prefer)
             owners = iter([owner for _, owner in before or ()])
             files[path] = [(x, number if mark == align.NEW else next(owners)) for x, mark in marks]
-        hunks = [h for path in sorted(files) for h in lines.hunks(path, files[path], number)]
-        if hunks:
-            moved[patch.number] = replace(patch, number=number, hunks=tuple(hunks))
+        result = lines.rewritten(patch, files, number)
+        if result.hunks:
+            moved[patch.number] = result
     return moved
 
 

@@ -24,7 +24,7 @@ header; a hunk that would land beside other lines is refused. One written by han
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.efa.errors import EfaError
@@ -201,10 +201,10 @@ def load(directory: Path) -> list[Patch]:
 
 
 def digest(pin_sha256: str, series: Iterable[Patch]) -> str:
-    """Identifies the tree that a base and a series make; headers do not count."""
+    """Identifies the tree that base and series make; headers and order of files do not count."""
     total = hashlib.sha256(pin_sha256.encode())
     for patch in series:
-        for hunk in patch.hunks:
+        for hunk in sorted(patch.hunks, key=lambda hunk: hunk.path):  # in a file they are in order
             total.update(f"\n{patch.number} {hunk.path} {hunk.after} {len(hunk.lines)}\n".encode())
             total.update(b"".join(hunk.lines))
     return total.hexdigest()
@@ -235,8 +235,3 @@ def check_rules(root: Path, series: list[Patch]) -> None:
             f"patches/ holds {len(series)} patches with {lines} inserted lines, but the budget is "
             f"{MAX_PATCHES} and {MAX_LINES}, so move logic into megatron.efa"
         )
-
-
-def with_number(patch: Patch, number: int) -> Patch:
-    """The same patch at another place in the series."""
-    return replace(patch, number=number)
