@@ -10,12 +10,13 @@ the process's own, and asynchronous collectives stay asynchronous.
 """
 
 import functools
-import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from megatron.efa.errors import EfaError
 from megatron.efa.redirect import Redirection
 
 _on = Redirection()
@@ -23,21 +24,38 @@ _warning_filters: list[tuple[logging.Logger, logging.Filter]] = []
 
 
 def wanted(argv: Sequence[str]) -> bool:
-    """Whether Megatron should run on CPUs here.
+    """Whether Megatron, started with the flags `argv`, should run on CPUs here.
 
-    True if MEGATRON_EFA_CPU=1, or if `argv` asks for `--distributed-backend gloo` on a machine
-    without a GPU. Imports torch only in the second case.
+    True if MEGATRON_EFA_CPU=1, or if `--distributed-backend gloo` is asked for on a machine without
+    a GPU. Imports torch only in the second case.
+
+    Raises:
+        EfaError: it should, and the flags ask for what CPUs cannot do.
     """
     if os.environ.get("MEGATRON_EFA_CPU") == "1" or enabled():
-        return True
-    flag = "--distributed-backend"
-    values = [a.partition("=")[2] for a in argv if a.startswith(flag + "=")]
-    values += [b for a, b in itertools.pairwise(argv) if a == flag]
-    if "gloo" not in values:
-        return False
-    import torch
+        on_cpus = True
+    elif _value(argv, "--distributed-backend") == "gloo":
+        import torch
 
-    return not torch.cuda.is_available()
+        on_cpus = not torch.cuda.is_available()
+    else:
+        on_cpus = False
+    if on_cpus and _value(argv, "--context-parallel-size") not in (None, "1"):
+        raise EfaError(
+            "--context-parallel-size above 1 needs the attention of Transformer Engine, which "
+            "runs on GPUs only: set it to 1 to run on CPUs."
+        )
+    return on_cpus
+
+
+def _value(argv: Sequence[str], flag: str) -> str | None:
+    """What `argv` gives to `flag`, as two words or with an equals sign; the last one counts."""
+    value = None
+    for word, following in zip(argv, [*argv[1:], None], strict=True):
+        name, equals, given = word.partition("=")
+        if name == flag:
+            value = given if equals else following
+    return value
 
 
 def enabled() -> bool:
@@ -67,6 +85,9 @@ def enable() -> None:
         _data_loader(_on)
         _compiler(_on)
         gloo.redirect(_on)
+        # Upstream insists on it under tensor parallelism: it makes a GPU start kernels in the order
+        # in which they were launched, which a CPU does anyway.
+        _on.set_environment("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     except BaseException:
         _on.undo()
         raise
@@ -249,13 +270,35 @@ def _data_loader(on: Redirection) -> None:
 
 
 def _compiler(on: Redirection) -> None:
-    """torch.compile leaves functions as they are: importing Dynamo alone costs seconds a rank."""
+    """Nothing is compiled at run time: neither by Dynamo, whose import alone costs seconds a rank,
+    nor by a C++ compiler, which a machine may not have."""
     import torch
+    from torch.utils import cpp_extension
 
     def leave(model: Any = None, **kwargs: Any) -> Any:
         return (lambda function: function) if model is None else model
 
+    real_load = cpp_extension.load_inline
+
+    @functools.wraps(real_load)
+    def load_inline(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "share_storage_ext":
+            return SimpleNamespace(share_storage=_refill_storage)
+        return real_load(name, *args, **kwargs)
+
     on.set(torch, "compile", leave)
+    on.set(cpp_extension, "load_inline", load_inline)
+
+
+def _refill_storage(target: Any, source: Any) -> None:
+    """Give `target` (a tensor whose storage was emptied) the contents of `source`'s storage.
+
+    For upstream's recomputation without kept outputs, whose extension makes the two share memory.
+    Below autograd as well: no version is counted up, and views of `target` see the data.
+    """
+    storage = source.untyped_storage()
+    target.untyped_storage().resize_(storage.nbytes())
+    target.untyped_storage().copy_(storage)
 
 
 def _quiet_shared_generator() -> None:

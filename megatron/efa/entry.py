@@ -12,16 +12,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from megatron.efa.fork import verify_at_start
 
 from megatron.efa import cpu
 from megatron.efa.config.compose import Setting, compose
 from megatron.efa.config.words import Words, split
 from megatron.efa.errors import EfaError
+from megatron.efa.fork import verify_at_start
 
 _GRACE_S = 20.0
 """How long a rank waits for rank 0 to tell an error: imports differ by seconds between ranks."""
@@ -156,4 +155,7 @@ def _leave_for_torchrun(sentence: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": sentence, "extraInfo": extra}}))
+        with suppress(OSError):
+            Path(path).write_text(
+                json.dumps({"message": {"message": sentence, "extraInfo": extra}})
+            )

@@ -1,5 +1,6 @@
 """Rebinding names of other modules: each checked, each recorded, each undone."""
 
+import os
 from typing import Any
 
 from megatron.efa.errors import EfaError
@@ -32,11 +33,19 @@ class Redirection:
         self._changes.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
+    def set_environment(self, name: str, value: str) -> None:
+        """Set an environment variable that is not set yet."""
+        if name not in os.environ:
+            os.environ[name] = value
+            self._changes.append((os.environ, name, _ABSENT))
+
     def undo(self) -> None:
         """Put everything back, the latest change first."""
         while self._changes:
             owner, name, old = self._changes.pop()
-            if old is _ABSENT:
+            if owner is os.environ:
+                owner.pop(name, None)
+            elif old is _ABSENT:
                 delattr(owner, name)
             else:
                 setattr(owner, name, old)
@@ -47,6 +56,8 @@ class Redirection:
 
     @staticmethod
     def _label(owner: Any, name: str) -> str:
+        if owner is os.environ:
+            return f"os.environ[{name!r}]"
         module = getattr(owner, "__module__", None)
         inner = getattr(owner, "__qualname__", None) or owner.__name__
         return ".".join(part for part in (module, inner, name) if part)

@@ -36,16 +36,6 @@ def norm_under_sequence_parallelism(
     return module
 
 
-def refuse_context_parallelism(config: Any) -> None:
-    """Raises EfaError if attention is to be split along the sequence."""
-    if config.context_parallel_size > 1:
-        raise EfaError(
-            f"--context-parallel-size {config.context_parallel_size} needs the attention of "
-            "Transformer Engine, which is not used here: set it to 1, or install Transformer Engine "
-            "on a GPU and use --transformer-impl transformer_engine."
-        )
-
-
 class Adam(torch.optim.Optimizer):
     """torch's Adam and AdamW with the step in the parameter group, as Apex and Transformer Engine
     have it.

@@ -7,6 +7,7 @@ of Megatron it serves; --plain says that the tree is upstream's own, whose wheel
 the call that compiles the dataset helpers at every start.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -21,10 +22,16 @@ from megatron.efa import cpu
 
 def preload(plain):
     cpu.enable()
-    import torch._dynamo  # noqa: F401 - optimizers import it when first used; seconds for each rank
+    # Imported when first used, by optimizers and by any tokenizer: seconds for each rank.
+    import torch._dynamo  # noqa: F401
+
+    import megatron.core.tokenizers.text
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     import tests.parity.entry
 
+    # The process that collects the results of checkpoint writers need not import torch again.
+    filesystem_async.get_write_results_queue.__wrapped__.__defaults__ = ("fork",)
     if plain:
         import megatron.core.datasets.utils
 
@@ -61,6 +68,7 @@ def record_steps(steps):
 def run_rank(entry, job, rank, out):
     """Train one rank in this (forked) process and never return."""
     status, steps = 1, []
+    os.setsid()  # so that processes it starts can be ended with it
     try:
         with open(out / f"rank{rank}.log", "w") as log:
             os.dup2(log.fileno(), 1)
@@ -94,12 +102,13 @@ def run_job(entry, job):
     out = Path(job["out"])
     out.mkdir(parents=True, exist_ok=True)
     gc.freeze()
-    pids = {}
+    pids, groups = {}, []
     for rank in range(job["ranks"]):
         pid = os.fork()
         if pid == 0:
             run_rank(entry, job, rank, out)
         pids[pid] = rank
+        groups.append(pid)
     codes, deadline = {}, time.monotonic() + job["timeout"]
     while pids:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -112,6 +121,9 @@ def run_job(entry, job):
                 os.waitpid(pid, 0)
                 codes.setdefault(pids.pop(pid), "ended")
         time.sleep(0.01)
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
     return [codes[rank] for rank in range(job["ranks"])]
 
 

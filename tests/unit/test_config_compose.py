@@ -110,7 +110,11 @@ MISTAKES = {
     "interpolation in list": ("data:\n  data_path: [a, '${x.y}']\n", [], "run.yaml:2: data.data_p"),
     "environment": ("data:\n  data_path: ${oc.env:NO_SUCH}\n", [], "'NO_SUCH' not found"),
     "mandatory": ("data:\n  data_path: ???\n", [], "run.yaml:2: data.data_path: Missing mandatory"),
-    "override grammar": ("{}", ["train.lr=[1"], "the override train.lr=[1: "),
+    "single word": ("hello\n", [], "run.yaml:1: a config holds groups (model, parallel, "),
+    "cycle": ("defaults: [run]\n", [], "run.yaml: its defaults list leads back to itself"),
+    "encoding": ("model: {a: '\x01'}\n", [], "run.yaml: unacceptable character #x0001"),
+    "override grammar": ("{}", ["train.lr=[1"], "the override train.lr=[1 cannot be read (no "),
+    "override of two values": ("{}", ["data.split=9,1"], "write data.split=[...] for a list"),
     "delete nothing": ("{}", ["~train.lr"], "run.yaml: Could not delete from config. 'train.lr'"),
 }
 

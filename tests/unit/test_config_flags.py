@@ -97,9 +97,10 @@ def check(upstream, ours, file, chosen):
     words = [word for setting in compose(str(file)) for word in ours.of(setting)]
     parsed = vars(upstream.parse_args(words))
     expected = defaults(upstream) | {name: value for name, (_, value) in chosen.items()}
-    for name, default in defaults(upstream).items():
-        if expected[name] is False and default is None:
-            expected[name] = None  # a switch that is off by not being given
+    for name in chosen:
+        kinds = [type(action) for action in ours.actions(name)]
+        if kinds == [argparse._StoreTrueAction] and expected[name] is False:
+            expected[name] = defaults(upstream)[name]  # off by not being given: False or None
     wrong = [name for name in expected if repr(parsed[name]) != repr(expected[name])]
     assert not wrong, [(name, parsed[name], expected[name]) for name in wrong]
 
@@ -182,8 +183,14 @@ MISTAKES = {
     "bool": ("onnx_safe", 1, "is 1, but --onnx-safe wants true or false"),
     "choice": ("recompute_granularity", "ful", "takes one of full, selective; did you mean full?"),
     "enum": ("attention_backend", "flsh", "auto; did you mean flash?"),
-    "number of values": ("rampup_batch_size", [1, 2], "has 2 values, but --rampup-batch-size takes"),
+    "number of values": (
+        "rampup_batch_size",
+        [1, 2],
+        "has 2 values, but --rampup-batch-size takes",
+    ),
     "empty list": ("recompute_modules", [], "is an empty list, but --recompute-modules takes one"),
+    "bytes": ("split", b"9", 'is "b\'9\'", but --split wants text'),
+    "mapping in list": ("data_path", [{"a": 1}], 'is {"a": 1}, but --data-path wants text'),
     "null in list": ("data_path", ["a", None], "is null, but --data-path wants text"),
     "flag in list": ("data_path", ["a", "-x"], "'-x' would be read as a flag"),
     "choice in list": ("moe_router_load_balancing_type", ["aux"], "takes one of aux_loss, "),

@@ -28,6 +28,8 @@ from megatron.efa.errors import EfaError
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 """The project's own configs; any config may name them in its defaults list (`/model: NAME`)."""
 
+_NOT_GROUPS = f"a config holds groups ({', '.join(GROUPS)}), not a list or a single value"
+
 _CHOICE = re.compile(rf"({'|'.join(GROUPS)})=")
 _VALUE = re.compile(r"([\w]+)\.([^=]+)=")
 
@@ -88,7 +90,10 @@ def compose(config: str | None, overrides: Sequence[str] = ()) -> list[Setting]:
         raise EfaError(_yaml_sentence(error)) from None
     except MissingConfigException as error:
         raise EfaError(_missing_sentence(error, source, overrides)) from None
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except RecursionError:
+        place = _short(source.config) if source.config else "the command line"
+        raise EfaError(f"{place}: its defaults list leads back to itself") from None
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         raise EfaError(_hydra_sentence(error, source)) from None
     places |= _override_places(overrides)
     return _settings(composed, places)
@@ -114,10 +119,16 @@ def _searchpath() -> str:
 def _check_grammar(overrides: Sequence[str]) -> None:
     parser = OverridesParser.create()
     for word in overrides:
+        key = word.partition("=")[0]
         try:
-            parser.parse_override(word)
+            sweep = parser.parse_override(word).is_sweep_override()
         except HydraException as error:
-            raise EfaError(f"the override {word}: {_first_line(error)}") from None
+            why = _first_line(error).partition(" expecting {")[0]
+            advice = f"a value with special characters needs quotes of its own, {key}='\"...\"'"
+            raise EfaError(f"the override {word} cannot be read ({why}): {advice}") from None
+        if sweep:
+            advice = f"write {key}=[...] for a list, {key}='\"...\"' for text"
+            raise EfaError(f"the override {word} has several values: {advice}")
 
 
 def _hydra_words(loader: ConfigLoader, source: _Source, overrides: Sequence[str]) -> list[str]:
@@ -148,6 +159,8 @@ def _places(loader: ConfigLoader, source: _Source, words: list[str]) -> dict[str
         file = source.file(item.config_path)
         root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
         if root is not None:
+            if not isinstance(root, yaml.MappingNode):
+                raise EfaError(f"{_short(file)}:1: {_NOT_GROUPS}")
             _mark(root, (item.package or "").split(".") if item.package else [], file, places)
     return places
 
@@ -253,7 +266,7 @@ def _hydra_sentence(error: Exception, source: _Source) -> str:
     place = _short(source.config) if source.config else "the command line"
     what = _first_line(error)
     if "must be a DictConfig" in what:
-        what = f"a config holds groups ({', '.join(GROUPS)}), not a list or a single value"
+        what = _NOT_GROUPS
     return f"{place}: {what}"
 
 

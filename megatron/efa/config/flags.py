@@ -107,7 +107,7 @@ def _text(action: argparse.Action, value: Any, subject: str) -> str:
         if not isinstance(value, bool):
             raise wrong
         return "True" if value else ""
-    if isinstance(value, bool | list | dict | None):
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise wrong
     if action.type is int and isinstance(value, float):
         raise wrong
