@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--rate", default="1gbit", help="of the links between nodes")
+    parser.add_argument("--gpu", action="store_true", help="share this machine's GPUs, over NCCL")
     parser.add_argument("overrides", nargs="*", metavar="group.key=value")
     try:
         from megatron.efa.quickstart.run import run

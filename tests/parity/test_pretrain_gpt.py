@@ -173,7 +173,10 @@ def test_the_rerun_state_machine_watches_the_loss(ours, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--num-layers", "5", "--pipeline-model-parallel-size", "2"], "should be divisible by the pipeline-model-parallel size"),
+        (
+            ["--num-layers", "5", "--pipeline-model-parallel-size", "2"],
+            "should be divisible by the pipeline-model-parallel size",
+        ),
         (["--load", "x", "--ckpt-convert-format", "torch"], "this does not hold: args.ckpt_conv"),
         (["--sft"], "--sft packs documents into one sequence"),
         (["--checkpoint-activations"], "Megatron refuses these arguments"),

@@ -189,7 +189,7 @@ MISTAKES = {
         "has 2 values, but --rampup-batch-size takes",
     ),
     "empty list": ("recompute_modules", [], "is an empty list, but --recompute-modules takes one"),
-    "bytes": ("split", b"9", 'is "b\'9\'", but --split wants text'),
+    "bytes": ("split", b"9", "is \"b'9'\", but --split wants text"),
     "mapping in list": ("data_path", [{"a": 1}], 'is {"a": 1}, but --data-path wants text'),
     "null in list": ("data_path", ["a", None], "is null, but --data-path wants text"),
     "flag in list": ("data_path", ["a", "-x"], "'-x' would be read as a flag"),

@@ -13,7 +13,7 @@ from megatron.efa.errors import EfaError
 from megatron.efa.quickstart import run
 from megatron.efa.quickstart.prepare import ROOT, Data
 
-ARGS = Namespace(nodes=2, ranks_per_node=2, rate="1gbit")
+ARGS = Namespace(nodes=2, ranks_per_node=2, rate="1gbit", gpu=False)
 
 
 def tool():

@@ -114,7 +114,8 @@ def emulate(args: argparse.Namespace, overrides: Sequence[str], *options: str) -
     """Return the command that trains on the emulated cluster, to be run in the root."""
     return [
         *(short(Path(sys.executable)), "-m", "megatron.efa", "emulate", "--nodes", str(args.nodes)),
-        *("--ranks-per-node", str(args.ranks_per_node), "--rate", args.rate, *options, "--"),
+        *("--ranks-per-node", str(args.ranks_per_node), "--rate", args.rate),
+        *(*(["--gpu"] if args.gpu else []), *options, "--"),
         *("pretrain_gpt.py", "--config", short(CONFIG), *overrides),
     ]
 
@@ -178,7 +179,8 @@ def run(args: argparse.Namespace) -> int:
     runs = args.runs.absolute()
     folder = new_folder(runs)
     data = prepare(runs / "quickstart-data", folder / "prepare.log", say)
-    run = Run(folder, [*run_overrides(data, folder), *args.overrides])
+    device = ["cluster.distributed_backend=nccl"] if args.gpu else []
+    run = Run(folder, [*run_overrides(data, folder), *device, *args.overrides])
     settings = run.settings()
     logs = ("--log-dir", short(run.folder / "ranks"), "--json", short(run.traffic))
     say(
