@@ -63,6 +63,15 @@ def test_the_command_that_trains_on_doubles_the_steps_and_loads_what_was_saved()
     assert found["load"] == found["save"] == "runs/quickstart-1/checkpoints"
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_gpus_are_asked_of_the_emulator_and_of_megatron_together(gpu):
+    args = Namespace(**{**vars(ARGS), "gpu": gpu})
+    words = run.emulate(args, run.device_overrides(args))
+    found = {s.key: s.value for s in compose(str(run.CONFIG), words[words.index("--config") + 2 :])}
+    assert ("--gpu" in words[: words.index("--")]) == gpu
+    assert found["distributed_backend"] == ("nccl" if gpu else "gloo")
+
+
 @pytest.mark.parametrize(
     ("word", "complaint"),
     [

@@ -179,8 +179,7 @@ def run(args: argparse.Namespace) -> int:
     runs = args.runs.absolute()
     folder = new_folder(runs)
     data = prepare(runs / "quickstart-data", folder / "prepare.log", say)
-    device = ["cluster.distributed_backend=nccl"] if args.gpu else []
-    run = Run(folder, [*run_overrides(data, folder), *device, *args.overrides])
+    run = Run(folder, [*run_overrides(data, folder), *device_overrides(args), *args.overrides])
     settings = run.settings()
     logs = ("--log-dir", short(run.folder / "ranks"), "--json", short(run.traffic))
     say(
