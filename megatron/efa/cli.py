@@ -1,7 +1,7 @@
 """The `megatron-efa` command: one line a subcommand, each in a room of its own.
 
-A room's `cli` module offers `add_arguments(parser)` and `run(args) -> int`. It is imported only when
-its subcommand is called, so that `megatron-efa fork sync` works before there is a fork (or a torch).
+A room's `cli` module offers `add_arguments(parser)` and `run(args) -> int`. It is imported only
+when its subcommand is called: `megatron-efa fork sync` works before there is a fork or a torch.
 """
 
 import argparse
@@ -17,7 +17,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `megatron-efa argv` and return its exit code; an `EfaError` becomes one line on stderr."""
+    """Run `megatron-efa argv`, return its exit code; an `EfaError` becomes one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="megatron-efa", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,0 +1,35 @@
+# Each target does the set-up that it needs, once: `make quickstart` in a fresh clone is enough.
+PY := .venv/bin/python
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help setup quickstart test lint format clean
+help:
+	@echo "make quickstart  train a small mixture of experts on an emulated cluster (about 3 minutes after set-up)"
+	@echo "make test        lint and run every test that this machine can run"
+	@echo "make setup       virtual environment and the patched upstream, nothing else"
+	@echo "make format      format and mend what ruff can mend"
+	@echo "make clean       remove the environment and the generated trees (runs/ stays)"
+
+.venv/.ready: pyproject.toml tools/bootstrap.sh
+	bash tools/bootstrap.sh .venv
+	@touch $@
+
+setup: .venv/.ready
+	$(PY) -m megatron.efa fork sync
+
+quickstart: setup
+	$(PY) tools/quickstart.py
+
+lint: .venv/.ready
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+
+test: setup lint
+	$(PY) -m pytest
+
+format: .venv/.ready
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+clean:
+	rm -rf .venv megatron/core megatron/training megatron/.fork

@@ -1,0 +1,81 @@
+"""Megatron's argument parser with our own flags in it."""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from megatron.efa.config.nearest import hint
+from megatron.efa.errors import EfaError
+
+ENTRY_FLAGS = ("--config", "--print-config")
+"""Read before Megatron's parser runs; in the parser so that `--help` shows them."""
+
+NOT_IN_YAML = ("help", "config", "print_config", "yaml_cfg")
+"""Arguments that a config may not set."""
+
+
+def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags to Megatron's parser (its `extra_args_provider`), and return it."""
+    group = parser.add_argument_group(
+        "Megatron-EFA", "docs/config.md; key=value words override YAML"
+    )
+    group.add_argument(
+        "--config", metavar="FILE", help="YAML file whose keys become Megatron flags"
+    )
+    group.add_argument(
+        "--print-config",
+        action="store_true",
+        help="show the composed YAML and the flags it becomes, and exit",
+    )
+    return parser
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return upstream's parser with our flags; what it refuses it raises as an EfaError.
+
+    Imports Megatron (about ten seconds): `cpu.enable()` must have run if it is to run at all.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = _Parser(allow_abbrev=False, description="Megatron-LM arguments")
+    add_megatron_arguments(parser)
+    add_efa_arguments(parser)
+    for action in parser._actions:
+        if callable(action.type) and not isinstance(action.type, type):
+            action.type = _refusing(action.type, action.choices)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence, not several hundred lines of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise EfaError(message)
+
+    def parse_args(self, args: list[str], namespace: None = None) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            if word.startswith("-"):
+                raise EfaError(f"there is no flag {word}{hint(word, self._option_string_actions)}")
+            raise EfaError(
+                f"{unknown[0]!r} is neither a flag, nor the value of one, nor GROUP.KEY=VALUE "
+                "with a group of docs/config.md"
+            )
+        return parsed
+
+
+def _refusing(convert: Callable[[str], Any], choices: Any) -> Callable[[str], Any]:
+    """Let argparse report what upstream's converters raise (an enum's raises KeyError)."""
+
+    @functools.wraps(convert)
+    def converter(text: str) -> Any:
+        try:
+            return convert(text)
+        except Exception as error:
+            names = [choice.name for choice in choices or () if hasattr(choice, "name")]
+            among = f" (one of {', '.join(names)}{hint(text, names)})" if names else ""
+            raise argparse.ArgumentTypeError(f"invalid value {text!r}{among}") from error
+
+    return converter

@@ -1,0 +1,1 @@
+"""A small mixture of experts on an emulated cluster, from text that comes with Python."""

@@ -1,0 +1,111 @@
+"""From the corpus to the token files that training reads; done again only if its inputs changed."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from megatron.efa.errors import EfaError
+from megatron.efa.quickstart import corpus
+
+ROOT = Path(__file__).resolve().parents[3]
+VOCABULARY = 1024
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The prepared folder: tokenizer, and token files as Megatron's data paths name them."""
+
+    folder: Path
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.folder / "tokenizer"
+
+    @property
+    def train(self) -> Path:
+        return self.folder / "train_text_document"
+
+    @property
+    def valid(self) -> Path:
+        return self.folder / "valid_text_document"
+
+    def fingerprint(self) -> str | None:
+        """Return what the folder was made from, or None if it is not whole."""
+        try:
+            return json.loads((self.folder / "prepared.json").read_text())["fingerprint"]
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+def fingerprint(texts: dict[str, str]) -> str:
+    """Return a hash of all that decides the prepared files: the text, our code, the tokenizer's."""
+    digest = hashlib.sha256()
+    for module in (corpus.__file__, __file__):
+        digest.update(Path(module).read_bytes())
+    digest.update(json.dumps([texts, version("tokenizers"), version("transformers")]).encode())
+    return digest.hexdigest()
+
+
+def prepare(folder: Path, log: Path, say: Say) -> Data:
+    """Return the prepared data in `folder`, made anew unless it is there from the same inputs.
+
+    Output of the tools goes to `log`. Raises EfaError; a folder that was there stays until the new
+    one is whole.
+    """
+    texts = corpus.topics()
+    data, wanted = Data(folder), fingerprint(texts)
+    if data.fingerprint() == wanted:
+        say(f"data: {folder} is there already")
+        return data
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        _make(Data(aside), texts, log, say)
+        (aside / "prepared.json").write_text(json.dumps({"fingerprint": wanted}) + "\n")
+        aside.chmod(0o755)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.replace(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return data
+
+
+def _make(data: Data, texts: dict[str, str], log: Path, say: Say) -> None:
+    train, held_out = corpus.split(corpus.documents(texts))
+    say(f"data: {len(train)} help topics of Python for training, {len(held_out)} held out")
+    corpus.train_tokenizer(train, VOCABULARY, data.tokenizer)
+    say(f"data: byte-level BPE of {VOCABULARY} tokens trained")
+    parts = {data.train: train, data.valid: held_out}
+    running = []
+    with log.open("wb") as output:
+        for prefix, documents in parts.items():
+            name = prefix.name.removesuffix("_text_document")
+            corpus.write_jsonl(data.folder / f"{name}.jsonl", documents)
+            command = _preprocess(data, name)
+            running.append(
+                subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            )
+        codes = [process.wait() for process in running]
+    if any(codes):
+        raise EfaError(f"tools/preprocess_data.py failed with exit code {max(codes)}: see {log}")
+    say("data: tokenized by tools/preprocess_data.py")
+
+
+def _preprocess(data: Data, name: str) -> list[str]:
+    return [
+        sys.executable,
+        str(ROOT / "tools" / "preprocess_data.py"),
+        *("--input", str(data.folder / f"{name}.jsonl")),
+        *("--output-prefix", str(data.folder / name)),
+        *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(data.tokenizer)),
+        *("--append-eod", "--workers", "1"),
+    ]

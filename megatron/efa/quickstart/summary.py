@@ -1,0 +1,77 @@
+"""What the quickstart says at the end."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.efa.quickstart.figures import Learning, Traffic
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a run; losses and entropies in nats a token."""
+
+    learning: Learning
+    entropy: float  # unigram, of the held-out tokens
+    tokens_a_step: int
+    seconds_a_step: float | None
+    traffic: Traffic
+    seconds: float  # of all stages
+    folder: Path
+    resume: str
+    tensorboard: str
+
+
+def render(s: Summary) -> str:
+    """Return the summary as text."""
+    return "\n".join(["", *_learned(s), *_speed(s), *_next(s), ""])
+
+
+def _learned(s: Summary) -> list[str]:
+    learning = s.learning
+    lines = [
+        f"training loss    {learning.first:.3f} at the first step, {learning.last:.3f} "
+        f"over the last {learning.averaged} of {learning.steps}"
+    ]
+    if not learning.validation:
+        return [*lines, "validation loss  none was computed: see eval_interval and eval_iters"]
+    loss = learning.validation[-1][1]
+    verdict = f"{s.entropy - loss:.2f} below" if loss < s.entropy else "NOT below"
+    return [
+        *lines,
+        f"validation loss  {loss:.3f} nats a token, on documents held out",
+        f"unigram entropy  {s.entropy:.3f} nats a token, of the same documents: the least that a "
+        f"model without context can reach; the model is {verdict}",
+    ]
+
+
+def _speed(s: Summary) -> list[str]:
+    speed = "speed            not measured: the run was too short"
+    if s.seconds_a_step:
+        speed = (
+            f"speed            {s.tokens_a_step / s.seconds_a_step:.0f} tokens/s "
+            f"({s.seconds_a_step * 1e3:.0f} ms a step of {s.tokens_a_step} tokens)"
+        )
+    if s.traffic.sent_bytes is None:
+        between = (
+            "not counted: the ranks ran as plain local processes, since nodes need root and "
+            "network namespaces"
+        )
+    else:
+        steps = s.learning.steps
+        between = (
+            f"{s.traffic.sent_bytes / steps / 1e6:.2f} MB a step ({s.traffic.sent_bytes / 1e6:.0f} "
+            f"MB sent in {steps} steps, start-up and validation included)"
+        )
+    return [speed, f"between nodes    {between}", f"whole time       {s.seconds:.0f} s"]
+
+
+def _next(s: Summary) -> list[str]:
+    return [
+        f"checkpoint       {s.folder / 'checkpoints'}",
+        f"logs             {s.folder / 'train.log'}, {s.folder / 'tensorboard'}",
+        "",
+        "To see the curves:",
+        f"  {s.tensorboard}",
+        "To train on from the checkpoint:",
+        f"  {s.resume}",
+    ]

@@ -1,0 +1,115 @@
+"""The entry tells a bad argument in one line, on rank 0, and keeps every other traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.efa import entry
+from megatron.efa.errors import EfaError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Run an entry point whose command line is already read; returns exit code and stderr."""
+    monkeypatch.setattr(entry, "prepare", lambda argv, rank: list(argv))
+    monkeypatch.setattr(entry, "_GRACE_S", 0.01)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def run(configure, train=lambda job: None, rank=0, local_rank=0):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        code = entry.run(configure, train, ["--lr", "1"])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def refuse(error):
+    def configure():
+        raise error
+
+    return configure
+
+
+def test_what_configure_returns_is_trained(run):
+    trained = []
+    assert run(lambda: sys.argv[1:], trained.append) == (0, "")
+    assert trained == [["--lr", "1"]]
+
+
+@pytest.mark.parametrize("error", [AssertionError("too\nbig"), ValueError("too big")])
+def test_upstreams_refusal_is_one_line(run, error):
+    code, told = run(refuse(error))
+    assert code == 2
+    assert told.startswith("pretrain_gpt.py: too big (Megatron's check at test_entry.py:")
+    assert told.count("\n") == 1
+
+
+def test_an_assertion_without_words_is_told_by_its_condition(run):
+    # pytest rewrites assert statements, so this one is compiled apart
+    scope = {}
+    source = "def configure():\n    size = 3\n    assert size == 4\n"
+    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent / "checks.py"
+    file.write_text(source)
+    exec(compile(source, str(file), "exec"), scope)
+    assert (
+        "this does not hold: size == 4 (Megatron's check at checks.py:3)"
+        in run(scope["configure"])[1]
+    )
+
+
+def test_a_bare_exit_of_upstreams_is_not_success(run):
+    assert run(refuse(SystemExit()))[0] == 2
+
+
+def test_a_fault_of_the_programs_keeps_its_traceback(run):
+    with pytest.raises(KeyError):
+        run(refuse(KeyError("x")))
+
+
+def test_a_training_error_keeps_its_traceback(run):
+    with pytest.raises(ValueError, match="diverged"):
+        run(lambda: 1, lambda job: refuse(ValueError("diverged"))())
+
+
+def test_an_efa_error_in_training_names_its_rank(run):
+    code, told = run(lambda: 1, lambda job: refuse(EfaError("link down"))(), rank=5, local_rank=1)
+    assert code == 2
+    assert told.startswith("pretrain_gpt.py: rank 5 on ")
+    assert told.endswith(": link down\n")
+
+
+def test_another_rank_speaks_only_for_its_node_and_only_if_rank_0_has_not(run):
+    assert run(refuse(EfaError("no file")), rank=9, local_rank=1) == (2, "")
+    code, told = run(refuse(EfaError("no file")), rank=8, local_rank=0)
+    assert code == 2
+    assert told.startswith("pretrain_gpt.py: rank 8 on ")
+
+
+def test_torchrun_is_left_the_sentence(run):
+    run(refuse(EfaError("no file")), rank=9, local_rank=1)
+    left = json.loads(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).read_text())
+    assert left["message"]["message"] == "no file"
+
+
+def test_yaml_that_is_wrong_fails_before_megatron_is_imported(tmp_path):
+    (tmp_path / "bad.yaml").write_text("model: [\n")
+    code = (
+        "import sys, pretrain_gpt\n"
+        "from megatron.efa import entry\n"
+        "code = entry.run(pretrain_gpt.configure, pretrain_gpt.train, sys.argv[1:])\n"
+        "assert 'megatron.core' not in sys.modules and 'torch' not in sys.modules\n"
+        "sys.exit(code)\n"
+    )
+    command = [sys.executable, "-c", code, "--config", str(tmp_path / "bad.yaml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "bad.yaml:2: not valid YAML" in done.stderr
