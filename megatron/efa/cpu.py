@@ -152,9 +152,9 @@ def _tensors(on: Redirection) -> None:
     # ours go on calling.
     _device_constructors()
     for name in _FACTORIES:
-        on.set(torch, name, _on_cpu(getattr(torch, name)))
+        on.wrap(torch, name, _on_cpu)
     for name in _NEW:
-        on.set(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+        on.wrap(torch.Tensor, name, _on_cpu)
     for name in _TYPED:
         on.set(torch.cuda, name + "Tensor", getattr(torch, name + "Tensor"))
 
