@@ -152,9 +152,9 @@ def _tensors(on: Redirection) -> None:
     # ours go on calling.
     _device_constructors()
     for name in _FACTORIES:
-        on.set(torch, name, _on_cpu(getattr(torch, name)))
+        on.wrap(torch, name, _on_cpu)
     for name in _NEW:
-        on.set(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+        on.wrap(torch.Tensor, name, _on_cpu)
     for name in _TYPED:
         on.set(torch.cuda, name + "Tensor", getattr(torch, name + "Tensor"))
 
@@ -173,7 +173,9 @@ def _tensors(on: Redirection) -> None:
         # Upstream tells precisions apart by "torch.cuda.FloatTensor" and the like.
         if dtype is None:
             name = real_type(self)
-            return name if self.is_meta else name.replace("torch.", "torch.cuda.", 1)
+            # Under a function mode, torch looks `type` up again and comes here twice.
+            done = self.is_meta or name.startswith("torch.cuda.")
+            return name if done else name.replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return real_type(self, dtype, *args, **kwargs)

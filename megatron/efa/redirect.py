@@ -1,6 +1,7 @@
 """Rebinding names of other modules: each checked, each recorded, each undone."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from megatron.efa.errors import EfaError
@@ -24,14 +25,23 @@ class Redirection:
         Raises:
             EfaError: `owner` has no such attribute and `new` is False.
         """
-        if not new and not hasattr(owner, name):
+        if not new:
+            self._check(owner, name)
+        # An inherited attribute is shadowed, so undoing it means deleting ours.
+        self._changes.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        """Bind `owner.name` to `wrapper(what it was)`; raises like `set`."""
+        self._check(owner, name)
+        self.set(owner, name, wrapper(getattr(owner, name)))
+
+    def _check(self, owner: Any, name: str) -> None:
+        if not hasattr(owner, name):
             raise EfaError(
                 f"cannot redirect {self._label(owner, name)}: this PyTorch does not have it; "
                 "install a PyTorch release named in pyproject.toml."
             )
-        # An inherited attribute is shadowed, so undoing it means deleting ours.
-        self._changes.append((owner, name, vars(owner).get(name, _ABSENT)))
-        setattr(owner, name, value)
 
     def set_environment(self, name: str, value: str) -> None:
         """Set an environment variable that is not set yet."""
