@@ -16,6 +16,7 @@ help:
 
 setup: .venv/.ready
 	$(PY) -m megatron.efa fork sync
+	@$(PY) -m compileall -q megatron # each process of a job would otherwise do it again
 
 quickstart: setup
 	$(PY) tools/quickstart.py

@@ -31,6 +31,8 @@ def configure() -> Any:
 
 def train(container: Any) -> None:
     """Hand model, data and step to upstream's training loop."""
+    import torch
+
     from megatron.core.enums import ModelType
     from megatron.efa import gpt
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
@@ -45,6 +47,8 @@ def train(container: Any) -> None:
         get_embedding_ranks=gpt.embedding_ranks,
         store=store,
     )
+    if torch.distributed.is_initialized():  # else NCCL warns of leaked communicators
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ _UNUSABLE = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser; the tokenizer's flags are those of `pretrain_gpt.py`."""
-    from megatron.training.arguments import _add_tokenizer_args
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are about training: which kernels are missing here
+        from megatron.training.arguments import _add_tokenizer_args
 
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -127,6 +130,7 @@ class Progress:
     """A bar on a terminal; elsewhere a line every `interval` documents."""
 
     def __init__(self, size: int, interval: int) -> None:
+        tqdm.monitor_interval = 0  # no thread of its own: the workers are forked
         self.bar = tqdm(total=size, unit="B", unit_scale=True, disable=None, file=sys.stderr)
         self.interval, self.documents, self.bytes, self.start = interval, 0, 0, time.monotonic()
 

@@ -8,6 +8,7 @@ examples/quickstart.yaml.
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--rate", default="1gbit", help="of the links between nodes")
+    parser.add_argument("--gpu", action="store_true", help="share this machine's GPUs, over NCCL")
     parser.add_argument("overrides", nargs="*", metavar="group.key=value")
     try:
         from megatron.efa.quickstart.run import run
@@ -41,4 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # An interruption must unwind, so that the emulated cluster is taken down.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

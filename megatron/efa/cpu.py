@@ -10,6 +10,7 @@ the process's own, and asynchronous collectives stay asynchronous.
 """
 
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -51,7 +52,7 @@ def wanted(argv: Sequence[str]) -> bool:
 def _value(argv: Sequence[str], flag: str) -> str | None:
     """What `argv` gives to `flag`, as two words or with an equals sign; the last one counts."""
     value = None
-    for word, following in zip(argv, [*argv[1:], None], strict=True):
+    for word, following in itertools.zip_longest(argv, argv[1:]):
         name, equals, given = word.partition("=")
         if name == flag:
             value = given if equals else following

@@ -31,7 +31,8 @@ TRAINING = shlex.split(
     "--make-vocab-size-divisible-by 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 "
     "--min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 0 --weight-decay 0.1 --clip-grad 1 "
     "--seed 1234 --log-interval 1 --eval-iters 0 --eval-interval 1000 "
-    "--num-workers 0 --lr-decay-iters 20 --distributed-timeout-minutes 1 --no-check-for-nan-in-loss-and-grad"
+    "--num-workers 0 --lr-decay-iters 20 --distributed-timeout-minutes 1 "
+    "--no-check-for-nan-in-loss-and-grad"
 )
 
 

@@ -1,4 +1,4 @@
-"""torch_dist checkpoints: a resumed run repeats the unbroken one, in its own layout and in others."""
+"""torch_dist checkpoints: a resumed run repeats the unbroken one, in any layout."""
 
 import pytest
 

@@ -1,9 +1,9 @@
 """One model, one seed, any layout: the losses agree.
 
 Upstream draws initial weights from generators seeded by tensor, pipeline and expert rank, so each
-layout starts from other weights. What makes them agree is a checkpoint of one rank that every layout
-loads with --finetune, without optimizer and generator state, and a padded vocabulary that does not
-depend on the tensor-parallel size.
+layout starts from other weights. What makes them agree is a checkpoint of one rank that every
+layout loads with --finetune, without optimizer and generator state, and a padded vocabulary that
+does not depend on the tensor-parallel size.
 """
 
 import pytest

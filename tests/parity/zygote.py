@@ -26,9 +26,8 @@ def preload(plain):
     import torch._dynamo  # noqa: F401
 
     import megatron.core.tokenizers.text
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
     import tests.parity.entry
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     # The process that collects the results of checkpoint writers need not import torch again.
     filesystem_async.get_write_results_queue.__wrapped__.__defaults__ = ("fork",)

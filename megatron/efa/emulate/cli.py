@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     cluster = EmulatedCluster(args.nodes, parse_rate(args.rate), name=name)
     shown = shown_ranks(args.show, args.nodes * args.ranks_per_node)
     logs = Path("runs") / "emulate" / name if args.log_dir is None else args.log_dir
-    _check_outputs(logs, args.json)
     gpus = placement.visible_gpus() if args.gpu else None
+    _check_outputs(logs, args.json)
     job = jobs.Job(command, args.ranks_per_node, logs, gpus, args.timeout)
     labelled = args.show not in ("0,last", "0", "last")
     follower = LogFollower(
@@ -87,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
     except _Stopped:
         print(f"megatron-efa: stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
         return 128 + received[0]
+    except BrokenPipeError:  # whoever read our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _emulate(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
+from pyroute2.netlink.rtnl import TC_H_ROOT
 
 from megatron.efa.emulate.rate import Rate, token_bucket
 from megatron.efa.errors import EfaError
@@ -127,9 +128,9 @@ def _shape_end(netlink: IPRoute, name: str, rate: Rate | None) -> None:
         )
         return
     try:
-        netlink.tc("del", index=index, root=True)
+        netlink.tc("del", index=index, parent=TC_H_ROOT)
     except NetlinkError as error:
-        if error.code not in (errno.ENOENT, errno.EINVAL):  # there was none
+        if error.code != errno.ENOENT:  # there was none
             raise
 
 

@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +14,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron.efa.errors import EfaError
 from megatron.efa.preprocess.documents import Chunk, Source, chunks, partition
-from megatron.efa.preprocess.encode import FORK, Encoder, encode
+from megatron.efa.preprocess.encode import FORK, Encoder, encode, pool
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,12 @@ def build(
             counts = _write_partitions(
                 encoder, partition(sources, partitions), scratch / prefix.name, workers, report
             )
+        for key, name in zip(encoder.keys, names, strict=True):
+            if not (scratch / f"{name.name}.bin").stat().st_size:
+                raise EfaError(
+                    f"the input has no token under the key '{key}', and Megatron cannot read an "
+                    "empty data set: nothing was written"
+                )
         for name in names:
             # A reader needs both files: without the index nothing can be mistaken for whole.
             name.with_name(f"{name.name}.idx").unlink(missing_ok=True)
@@ -132,9 +138,9 @@ def _write_partitions(
     _shared[:] = [0] * 4
     _stop.clear()
     seen = Counts()
-    with ProcessPoolExecutor(len(runs), mp_context=FORK) as pool:
+    with pool(len(runs), Counts) as writers:
         futures = [
-            pool.submit(_write_run, encoder, run, part, max(1, workers // len(runs)))
+            writers.submit(_write_run, encoder, run, part, max(1, workers // len(runs)))
             for run, part in zip(runs, parts, strict=True)
         ]
         try:

@@ -1,9 +1,11 @@
 """Documents to token ids, in one process or several, in order."""
 
+import ctypes
 import multiprocessing
 import signal
+import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -84,13 +86,45 @@ _encoder: Encoder | None = None
 def _adopt(encoder: Encoder) -> None:
     global _encoder
     _encoder = encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair: it stops giving out work
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _work(chunk: Chunk) -> Encoded:
     assert _encoder is not None
     return _encoder.chunk(chunk)
+
+
+_STOPPING = {signal.SIGINT, signal.SIGTERM}
+_PR_SET_PDEATHSIG = 1
+
+
+def pool(processes: int, initializer: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
+    """Start a pool of forked processes that leave Ctrl-C to their parent and do not outlive it.
+
+    `initializer(*arguments)` runs in each. Stopping signals wait until all are forked: raised in
+    the middle of a fork, an interruption gets lost in the handlers that run around it.
+    """
+    started = ProcessPoolExecutor(
+        processes, mp_context=FORK, initializer=_begin, initargs=(initializer, arguments)
+    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        started.submit(_begun)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return started
+
+
+def _begin(initializer: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    initializer(*arguments)
+
+
+def _begun() -> None:
+    """The first task of a pool, whose submission forks its processes."""
 
 
 def encode(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Iterator[Encoded]:
@@ -101,11 +135,11 @@ def encode(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Iterator[
     if workers == 1:
         yield from map(encoder.chunk, chunks)
         return
-    pool = ProcessPoolExecutor(workers, mp_context=FORK, initializer=_adopt, initargs=(encoder,))
+    workers_pool = pool(workers, _adopt, encoder)
     waiting: deque[Future[Encoded]] = deque()
     try:
         for chunk in chunks:
-            waiting.append(pool.submit(_work, chunk))
+            waiting.append(workers_pool.submit(_work, chunk))
             if len(waiting) >= _AHEAD * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -115,4 +149,4 @@ def encode(encoder: Encoder, chunks: Iterable[Chunk], workers: int) -> Iterator[
             "a worker was killed, most likely for want of memory: give fewer --workers"
         ) from error
     finally:
-        pool.shutdown(cancel_futures=True)
+        workers_pool.shutdown(cancel_futures=True)

@@ -46,6 +46,12 @@ class Data:
             return None
 
 
+def short(path: Path) -> str:
+    """Return a path as one types it in the root of the repository."""
+    path = path.absolute()
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
 def fingerprint(texts: dict[str, str]) -> str:
     """Return a hash of all that decides the prepared files: the text, our code, the tokenizer's."""
     digest = hashlib.sha256()
@@ -64,7 +70,7 @@ def prepare(folder: Path, log: Path, say: Say) -> Data:
     texts = corpus.topics()
     data, wanted = Data(folder), fingerprint(texts)
     if data.fingerprint() == wanted:
-        say(f"data: {folder} is there already")
+        say(f"data: {short(folder)} is there already")
         return data
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -85,18 +91,25 @@ def _make(data: Data, texts: dict[str, str], log: Path, say: Say) -> None:
     corpus.train_tokenizer(train, VOCABULARY, data.tokenizer)
     say(f"data: byte-level BPE of {VOCABULARY} tokens trained")
     parts = {data.train: train, data.valid: held_out}
-    running = []
+    running: list[subprocess.Popen[bytes]] = []
     with log.open("wb") as output:
-        for prefix, documents in parts.items():
-            name = prefix.name.removesuffix("_text_document")
-            corpus.write_jsonl(data.folder / f"{name}.jsonl", documents)
-            command = _preprocess(data, name)
-            running.append(
-                subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-            )
-        codes = [process.wait() for process in running]
+        try:
+            for prefix, documents in parts.items():
+                name = prefix.name.removesuffix("_text_document")
+                corpus.write_jsonl(data.folder / f"{name}.jsonl", documents)
+                command = _preprocess(data, name)
+                running.append(
+                    subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+                )
+            codes = [process.wait() for process in running]
+        finally:
+            for process in running:
+                process.terminate()  # does nothing to one that has ended
+                process.wait()
     if any(codes):
-        raise EfaError(f"tools/preprocess_data.py failed with exit code {max(codes)}: see {log}")
+        raise EfaError(
+            f"tools/preprocess_data.py failed with exit code {max(codes)}: see {short(log)}"
+        )
     say("data: tokenized by tools/preprocess_data.py")
 
 

@@ -1,6 +1,7 @@
 """The quickstart, stage by stage: data, training on an emulated cluster, what came of it."""
 
 import argparse
+import contextlib
 import re
 import shlex
 import signal
@@ -16,10 +17,13 @@ from megatron.efa.config.compose import compose
 from megatron.efa.errors import EfaError
 from megatron.efa.fork import verify_at_start
 from megatron.efa.quickstart import figures
-from megatron.efa.quickstart.prepare import ROOT, Data, prepare
+from megatron.efa.quickstart.prepare import ROOT, Data, prepare, short
 from megatron.efa.quickstart.summary import Summary, render
 
 CONFIG = ROOT / "examples" / "quickstart.yaml"
+
+_LOOK_S = 2.0
+"""How often training is looked at for new losses."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,16 @@ def new_folder(runs: Path) -> Path:
         return folder
 
 
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise EfaError, before anything is made, for overrides that do not compose to a run."""
+    known = {setting.key for setting in compose(str(CONFIG), overrides)}
+    for key in ("train_iters", "global_batch_size", "seq_length"):
+        if key not in known:
+            raise EfaError(
+                f"the overrides take {key} away, without which there is no run to sum up"
+            )
+
+
 def run_overrides(data: Data, folder: Path) -> list[str]:
     """Where this run reads and writes, as overrides of the config, which names the usual data."""
     where = {"train.save": folder / "checkpoints", "train.tensorboard_dir": folder / "tensorboard"}
@@ -90,12 +104,6 @@ def run_overrides(data: Data, folder: Path) -> list[str]:
     ]
 
 
-def short(path: Path) -> str:
-    """Return a path as one types it in the root of the repository."""
-    path = path.absolute()
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
-
-
 def _word(path: Path) -> str:
     """Return a path as a value in Hydra's grammar."""
     word = short(path)
@@ -106,7 +114,8 @@ def emulate(args: argparse.Namespace, overrides: Sequence[str], *options: str) -
     """Return the command that trains on the emulated cluster, to be run in the root."""
     return [
         *(short(Path(sys.executable)), "-m", "megatron.efa", "emulate", "--nodes", str(args.nodes)),
-        *("--ranks-per-node", str(args.ranks_per_node), "--rate", args.rate, *options, "--"),
+        *("--ranks-per-node", str(args.ranks_per_node), "--rate", args.rate),
+        *(*(["--gpu"] if args.gpu else []), *options, "--"),
         *("pretrain_gpt.py", "--config", short(CONFIG), *overrides),
     ]
 
@@ -117,29 +126,40 @@ def train(command: list[str], run: Run, say: Callable[[str], None]) -> None:
     with run.log.open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
-            while process.poll() is None:
-                time.sleep(2)
-                told = _tell_losses(run.events, told, say)
+            while process.returncode is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_S)
+                told = _tell_losses(run.events, told, say, ended=process.returncode is not None)
         except BaseException:  # the emulator removes its cluster, then ends
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
-    _tell_losses(run.events, told, say)
     if process.returncode:
-        lines = run.log.read_text(errors="replace").splitlines()
-        said = [line for line in lines if line.startswith("megatron-efa:")]
-        reason = f" ({said[-1].removeprefix('megatron-efa: ')})" if said else ""
         raise EfaError(
-            f"training failed with exit code {process.returncode}{reason}: see {run.log}"
+            f"training failed with exit code {process.returncode}{_reason(run.log)}: "
+            f"see {short(run.log)}"
         )
 
 
-def _tell_losses(events: Path, told: int, say: Callable[[str], None]) -> int:
-    """Tell every tenth step's loss after step `told`, with the validation loss if there is one."""
+def _reason(log: Path) -> str:
+    """Return what the training script, or else the emulator, said was wrong."""
+    lines = log.read_text(errors="replace").splitlines()
+    for speaker in ("pretrain_gpt.py: ", "megatron-efa: "):
+        said = [line.removeprefix(speaker) for line in lines if line.startswith(speaker)]
+        if said:
+            return f" ({said[-1]})"
+    return ""
+
+
+def _tell_losses(events: Path, told: int, say: Callable[[str], None], ended: bool) -> int:
+    """Tell every tenth step's loss after step `told`, and the validation loss that follows it.
+
+    Returns the last step that was told.
+    """
     found = figures.curves(events, "lm loss", "lm loss validation")
     losses, validation = found["lm loss"], dict(found["lm loss validation"])
     # A validation is written after its step: tell the step once the next one is there.
-    for step, loss in losses[:-1]:
+    for step, loss in losses if ended else losses[:-1]:
         if step > told and (step % 10 == 0 or step == 1):
             held_out = f"   held out {validation[step]:.3f}" if step in validation else ""
             say(f"train: step {step:4d}   loss {loss:.3f}{held_out}")
@@ -155,9 +175,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"[{time.monotonic() - start:5.1f} s] {text}", flush=True)
 
     verify_at_start()
-    folder = new_folder(args.runs)
-    data = prepare(args.runs / "quickstart-data", folder / "prepare.log", say)
-    run = Run(folder, [*run_overrides(data, folder), *args.overrides])
+    check_overrides(args.overrides)
+    runs = args.runs.absolute()
+    folder = new_folder(runs)
+    data = prepare(runs / "quickstart-data", folder / "prepare.log", say)
+    device = ["cluster.distributed_backend=nccl"] if args.gpu else []
+    run = Run(folder, [*run_overrides(data, folder), *device, *args.overrides])
     settings = run.settings()
     logs = ("--log-dir", short(run.folder / "ranks"), "--json", short(run.traffic))
     say(
@@ -175,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
         folder=Path(short(folder)),
         resume=shlex.join(emulate(args, run.resumed())),
         tensorboard=shlex.join(
-            [short(Path(sys.executable)), "-m", "tensorboard.main", "--logdir", short(args.runs)]
+            [short(Path(sys.executable)), "-m", "tensorboard.main", "--logdir", short(runs)]
         ),
     )
     print(render(summary))

@@ -40,7 +40,8 @@ def _learned(s: Summary) -> list[str]:
         *lines,
         f"validation loss  {loss:.3f} nats a token, on documents held out",
         f"unigram entropy  {s.entropy:.3f} nats a token, of the same documents: the least that a "
-        f"model without context can reach; the model is {verdict}",
+        "model without",
+        f"                 context can reach; this one is {verdict}",
     ]
 
 
@@ -53,8 +54,8 @@ def _speed(s: Summary) -> list[str]:
         )
     if s.traffic.sent_bytes is None:
         between = (
-            "not counted: the ranks ran as plain local processes, since nodes need root and "
-            "network namespaces"
+            f"not counted, since the ranks ran as plain local processes: {s.folder / 'train.log'} "
+            "says why\n                 (nodes need root and network namespaces)"
         )
     else:
         steps = s.learning.steps
@@ -70,7 +71,7 @@ def _next(s: Summary) -> list[str]:
         f"checkpoint       {s.folder / 'checkpoints'}",
         f"logs             {s.folder / 'train.log'}, {s.folder / 'tensorboard'}",
         "",
-        "To see the curves:",
+        "To see the curves (all commands from the root of the repository):",
         f"  {s.tensorboard}",
         "To train on from the checkpoint:",
         f"  {s.resume}",
