@@ -8,6 +8,7 @@ import json
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +75,10 @@ _straggler = StragglerDetector()
 
 
 def check(args: Namespace) -> None:
-    """Raise EfaError if what `args` ask of the data cannot run here."""
+    """Raise EfaError if what `args` ask of the data cannot run here.
+
+    Upstream's own checks of the data's arguments run here too, before any process group is made.
+    """
     packs = "--sft" if args.sft else "--dataloader-inter-document-masking"
     if _packed(args) and args.transformer_impl == "local":
         raise EfaError(
@@ -83,6 +87,18 @@ def check(args: Namespace) -> None:
         )
     if args.sft and importlib.util.find_spec("datasets") is None:
         raise EfaError("--sft reads JSONL with the package `datasets`: run `pip install datasets`")
+    config = dataset_config()
+    if args.rank == 0:  # it reads data in every layout; another node may do without
+        for blend in (config.blend, *(config.blend_per_split or ())):
+            for prefix in blend[0] if blend else ():
+                _check_data(prefix, ("",) if args.sft else (".idx", ".bin"))
+
+
+def _check_data(prefix: str, suffixes: tuple[str, ...]) -> None:
+    for suffix in suffixes:
+        if "://" not in prefix and not Path(prefix + suffix).is_file():
+            advice = ", which is written without .bin and .idx" if suffix else ""
+            raise EfaError(f"there is no file {prefix}{suffix} for the data path {prefix}{advice}")
 
 
 def forward_step(
@@ -214,14 +230,16 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any,
     else:
         kind = GPTFIMDataset if args.fim_data else GPTDataset
     read_here = partial(_reads_data, args, core_transformer_config_from_args(args), vp_stage)
-    return BlendedMegatronDatasetBuilder(kind, samples, read_here, dataset_config(args)).build()
+    return BlendedMegatronDatasetBuilder(kind, samples, read_here, dataset_config()).build()
 
 
 datasets.is_distributed = True  # upstream then calls it on every rank, not on tensor rank 0 alone
 
 
-def dataset_config(args: Namespace) -> GPTDatasetConfig:
-    """Gather what the data flags say."""
+@cache
+def dataset_config() -> GPTDatasetConfig:
+    """Gather what the data flags say; builds the tokenizer."""
+    args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     fields = {
         "random_seed": args.seed,

@@ -9,12 +9,8 @@ import sys
 
 import pytest
 
-from tests.parity.harness import MODEL, MOE, ROOT, TRAINING, Run, Trainer, free_port
+from tests.parity.harness import MLA, MODEL, MOE, ROOT, TRAINING, Run, Trainer, free_port
 
-MLA = shlex.split(
-    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 "
-    "--qk-pos-emb-head-dim 8 --v-head-dim 16 --rope-type rope"
-)
 STEPS = 3
 
 
@@ -22,7 +18,7 @@ class OurTrainer(Trainer):
     """The same, running `pretrain_gpt.py`."""
 
     def __init__(self, scratch):
-        self.scratch, self.count = scratch, 0
+        self.scratch, self.count, self.done = scratch, 0, {}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.parity.ours"],
             stdin=subprocess.PIPE,
@@ -42,14 +38,8 @@ class OurTrainer(Trainer):
         self.process.stdin.flush()
         codes = json.loads(self.process.stdout.readline())
         logs = [(out / f"rank{rank}.log").read_text() for rank in range(ranks)]
-        return Run(codes, json.loads((out / f"rank{ranks - 1}.json").read_text()), logs)
-
-
-@pytest.fixture(scope="module")
-def least(tmp_path_factory):
-    trainer = Trainer(tmp_path_factory.mktemp("least"))
-    yield trainer
-    trainer.close()
+        last = out / f"rank{ranks - 1}.json"
+        return Run(codes, json.loads(last.read_text()) if last.exists() else [], logs)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +54,8 @@ LAYOUTS = {
     "interleaved pipeline with MTP": (
         2,
         shlex.split(
-            "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank "
-            "2 --mtp-num-layers 1"
+            "--pipeline-model-parallel-size 2 --num-layers 4 --mtp-num-layers 1 "
+            "--num-virtual-stages-per-pipeline-rank 2"
         ),
     ),
     "experts, MLA, MTP": (2, [*MOE, *MLA, *shlex.split("--expert-model-parallel-size 2")]),
@@ -73,8 +63,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("ranks", "flags"), LAYOUTS.values(), ids=LAYOUTS)
-def test_flags_train_bit_for_bit_as_with_the_least_entry_point(least, ours, ranks, flags):
-    reference = least.run(ranks, flags, STEPS).checked()
+def test_flags_train_bit_for_bit_as_with_the_least_entry_point(fork, ours, ranks, flags):
+    reference = fork.run(ranks, flags, STEPS).checked()
     assert ours.run(ranks, flags, STEPS).checked().bits == reference.bits
 
 
@@ -135,8 +125,6 @@ def test_each_split_reads_its_own_data(ours, corpora):
     seven, nine = corpora
     data = ["--train-data-path", seven, "--valid-data-path", seven, "--test-data-path", nine]
     flags = [*REAL_DATA, *data, *shlex.split("--train-iters 12 --lr 1e-2 --eval-iters 1")]
-    flags.remove("--split")
-    flags.remove("100,0,0")
     losses = losses_after_training(ours.start(1, flags).checked())
     assert losses["validation"] < 0.5
     assert losses["test"] > 4
@@ -146,7 +134,7 @@ def test_a_blend_is_the_same_by_yaml_and_by_file(ours, corpora, tmp_path):
     seven, nine = corpora
     (tmp_path / "blend.txt").write_text(f"0.3 {seven} 0.7 {nine}\n")
     (tmp_path / "blend.yaml").write_text(f"data:\n  data_path: [0.3, {seven}, 0.7, {nine}]\n")
-    flags = [*REAL_DATA, "--train-iters", str(STEPS)]
+    flags = [*REAL_DATA, "--split", "100,0,0", "--train-iters", str(STEPS)]
     by_file = ours.start(2, [*flags, "--data-args-path", str(tmp_path / "blend.txt")]).checked()
     by_yaml = ours.start(2, [*flags, "--config", str(tmp_path / "blend.yaml")]).checked()
     assert by_yaml.bits == by_file.bits
@@ -173,10 +161,8 @@ def test_the_rerun_state_machine_watches_the_loss(ours, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (
-            ["--num-layers", "5", "--pipeline-model-parallel-size", "2"],
-            "should be divisible by the pipeline-model-parallel size",
-        ),
+        (["--num-layers", "5", "--pipeline-model-parallel-size", "2"], "should be divisible by"),
+        (["--data-path", "a"], "A single data source must be provided"),
         (["--load", "x", "--ckpt-convert-format", "torch"], "this does not hold: args.ckpt_conv"),
         (["--sft"], "--sft packs documents into one sequence"),
         (["--checkpoint-activations"], "Megatron refuses these arguments"),
@@ -196,6 +182,16 @@ def test_a_bad_argument_is_one_line_of_rank_0_and_exit_code_2(ours, words, sente
     assert sentence in lines[0]
     assert "entry.py: " not in run.logs[1]
     assert not any("Traceback" in log for log in run.logs)
+
+
+def test_missing_data_are_told_before_any_group_is_made(ours, tmp_path):
+    run = ours.start(2, [*REAL_DATA, "--train-iters", "1", "--data-path", "0.5", "a", "0.5", "b"])
+    assert run.codes[0] == 2
+    assert "entry.py: there is no file a.idx for the data path a" in run.logs[0]
+    (tmp_path / "blend").write_text("a")
+    run = ours.start(1, [*REAL_DATA, "--train-iters", "1", "--data-args-path", f"{tmp_path}/blend"])
+    assert run.codes == [2]
+    assert "entry.py: split must be provided when blend is not None" in run.logs[0]
 
 
 def torchrun(*words, timeout=400):
