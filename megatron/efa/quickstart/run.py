@@ -104,6 +104,11 @@ def run_overrides(data: Data, folder: Path) -> list[str]:
     ]
 
 
+def device_overrides(args: argparse.Namespace) -> list[str]:
+    """The config is for CPUs; on GPUs the same model trains over NCCL."""
+    return ["cluster.distributed_backend=nccl"] if args.gpu else []
+
+
 def _word(path: Path) -> str:
     """Return a path as a value in Hydra's grammar."""
     word = short(path)
