@@ -38,13 +38,23 @@ def build_parser() -> argparse.ArgumentParser:
     """
     from megatron.training.arguments import add_megatron_arguments
 
-    parser = _Parser(allow_abbrev=False, description="Megatron-LM arguments")
+    parser = _Parser(allow_abbrev=False, description="Megatron-LM arguments", formatter_class=_Help)
     add_megatron_arguments(parser)
     add_efa_arguments(parser)
     for action in parser._actions:
         if callable(action.type) and not isinstance(action.type, type):
             action.type = _refusing(action.type, action.choices)
     return parser
+
+
+class _Help(argparse.HelpFormatter):
+    """Takes help with a bare percent sign: 0.19.2 has one, on which its own `--help` fails."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            return action.help or ""
 
 
 class _Parser(argparse.ArgumentParser):

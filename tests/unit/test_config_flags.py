@@ -148,6 +148,14 @@ def test_our_flags_are_these_and_none_is_megatrons(upstream):
     assert not [flag for flag in upstream._option_string_actions if flag.startswith("--efa")]
 
 
+def test_help_lists_our_flags_and_all_of_megatrons(upstream):
+    text = build_parser().format_help()
+    assert "--print-config" in text
+    shown = [a for a in upstream._actions if a.help != argparse.SUPPRESS]
+    assert len(shown) > 700
+    assert all(flag in text for action in shown for flag in action.option_strings)
+
+
 def test_yaml_and_flags_of_the_same_run_parse_to_the_same_arguments(upstream, ours):
     words = ["model=gpt_tiny", "train.lr=1e-3", "data.data_path=[0.3,/a,0.7,/b]", "cluster=cpu"]
     flags = (
