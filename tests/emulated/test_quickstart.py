@@ -1,5 +1,6 @@
 """The quickstart from end to end: data, four ranks on two nodes, checkpoint, summary, and on."""
 
+import json
 import os
 import re
 import shlex
@@ -47,6 +48,12 @@ def test_it_learns_sums_up_and_can_be_trained_on(tmp_path):
     # Half of what a rank dispatches goes to the other node: 2 MoE layers, top-2, fp32, hidden 128,
     # there and back, forward and backward, of 512 tokens a rank; 4 ranks.
     assert sent / 12 > 4 * 512 * 2 * 2 * 128 * 4 * 4 / 2
+
+    kept = json.loads((folder / "summary.json").read_text())
+    assert kept["learning"]["validation"] == [list(point) for point in learned.validation]
+    assert kept["traffic"]["sent_bytes"] == sent
+    assert kept["versions"]["torch"]
+    assert kept["machine"].endswith("CPU")
 
     assert (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "12"
     resume = said.splitlines()[said.splitlines().index("To train on from the checkpoint:") + 1]

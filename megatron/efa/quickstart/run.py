@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import re
 import shlex
 import signal
@@ -18,7 +19,7 @@ from megatron.efa.errors import EfaError
 from megatron.efa.fork import verify_at_start
 from megatron.efa.quickstart import figures
 from megatron.efa.quickstart.prepare import ROOT, Data, prepare, short
-from megatron.efa.quickstart.summary import Summary, render
+from megatron.efa.quickstart.summary import Summary, record, render
 
 CONFIG = ROOT / "examples" / "quickstart.yaml"
 
@@ -205,5 +206,7 @@ def run(args: argparse.Namespace) -> int:
             [short(Path(sys.executable)), "-m", "tensorboard.main", "--logdir", short(runs)]
         ),
     )
+    figures_file = folder / "summary.json"
+    figures_file.write_text(json.dumps(record(summary, args.gpu), indent=2) + "\n")
     print(render(summary))
     return 0

@@ -1,7 +1,11 @@
-"""What the quickstart says at the end."""
+"""What the quickstart says at the end, to a person and as JSON."""
 
-from dataclasses import dataclass
+import platform
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from megatron.efa.quickstart.figures import Learning, Traffic
 
@@ -19,6 +23,31 @@ class Summary:
     folder: Path
     resume: str
     tensorboard: str
+
+
+def record(s: Summary, gpu: bool) -> dict[str, Any]:
+    """Return the figures and what they were measured on, for JSON."""
+    figures = {key: value for key, value in asdict(s).items() if key not in _FOR_A_PERSON}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": _gpu() if gpu else f"{platform.machine()} CPU",
+        "versions": {"python": platform.python_version(), "torch": metadata.version("torch")},
+        **figures,
+    }
+
+
+_FOR_A_PERSON = ("folder", "resume", "tensorboard")
+
+
+def _gpu() -> dict[str, Any]:
+    import torch  # only here: the ranks have imported it, this process has not
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
 
 
 def render(s: Summary) -> str:
@@ -70,6 +99,7 @@ def _next(s: Summary) -> list[str]:
     return [
         f"checkpoint       {s.folder / 'checkpoints'}",
         f"logs             {s.folder / 'train.log'}, {s.folder / 'tensorboard'}",
+        f"these figures    {s.folder / 'summary.json'}",
         "",
         "To see the curves (all commands from the root of the repository):",
         f"  {s.tensorboard}",
