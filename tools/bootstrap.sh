@@ -64,7 +64,9 @@ elif [ ! -x "$venv/bin/python" ]; then
     fi
 fi
 
-echo "bootstrap: installing into $venv (PyTorch alone is about 5 GB on disk)"
+size=""
+case $extras in torch*) size=" (PyTorch alone is about 5 GB on disk)" ;; esac
+echo "bootstrap: installing into $venv$size"
 # Bytecode is compiled now: each of a job's processes would otherwise spend ten seconds on it.
 if command -v uv >/dev/null; then
     UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300} uv pip install --quiet --compile-bytecode --python "$venv/bin/python" -e ".[$extras]"

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from megatron.efa import cpu
 from megatron.efa.config.nearest import hint
 from megatron.efa.errors import EfaError
 
@@ -14,9 +15,26 @@ ENTRY_FLAGS = ("--config", "--print-config")
 NOT_IN_YAML = ("help", "config", "print_config", "yaml_cfg")
 """Arguments that a config may not set."""
 
+ON_CPUS: dict[str, Any] = {
+    "transformer_impl": "local",
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "no_persist_layer_norm": True,
+}
+"""Upstream's defaults name fused GPU kernels, so that no flags of a user's would train without."""
+
 
 def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to Megatron's parser (its `extra_args_provider`), and return it."""
+    """Add our flags to Megatron's parser (its `extra_args_provider`), and return it.
+
+    On CPUs, which have none of the fused kernels, the defaults become `ON_CPUS`.
+    """
+    if cpu.enabled():
+        parser.set_defaults(**ON_CPUS)
     group = parser.add_argument_group(
         "Megatron-EFA", "docs/config.md; key=value words override YAML"
     )

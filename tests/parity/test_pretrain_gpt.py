@@ -1,5 +1,6 @@
 """`pretrain_gpt.py` trains: as the least entry point does, by YAML as by flags, on real data."""
 
+import functools
 import json
 import os
 import re
@@ -192,6 +193,26 @@ def test_missing_data_are_told_before_any_group_is_made(ours, tmp_path):
     run = ours.start(1, [*REAL_DATA, "--train-iters", "1", "--data-args-path", f"{tmp_path}/blend"])
     assert run.codes == [2]
     assert "entry.py: split must be provided when blend is not None" in run.logs[0]
+
+
+def test_plain_flags_of_an_upstream_user_train_without_torchrun():
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data "
+        "--max-position-embeddings 64 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --vocab-size "
+        "128 --tokenizer-type NullTokenizer --distributed-backend gloo --log-interval 1 "
+        "--eval-iters 1 --transformer-impl local"
+    )
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in launched}
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags.split()]
+    run = functools.partial(subprocess.run, capture_output=True, text=True, env=env, timeout=300)
+    done = run(command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"iteration +2/ +2 ", done.stdout)
+    refused = run([*command, "--lr-warmup-iters", "5", "--lr-decay-iters", "4"])
+    assert refused.returncode == 2
+    assert "lr_warmup_steps = 10 and lr_decay_steps = 8" in refused.stderr.splitlines()[-1]
+    assert "Traceback" not in refused.stderr
 
 
 def torchrun(*words, timeout=400):

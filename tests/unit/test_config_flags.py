@@ -7,12 +7,19 @@ import os
 import warnings
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 os.environ.setdefault("NO_VCS_VERSION", "1")
 
-from megatron.efa.arguments import ENTRY_FLAGS, NOT_IN_YAML, add_efa_arguments, build_parser
+from megatron.efa.arguments import (
+    ENTRY_FLAGS,
+    NOT_IN_YAML,
+    ON_CPUS,
+    add_efa_arguments,
+    build_parser,
+)
 from megatron.efa.config.compose import EXAMPLES, Setting, compose
 from megatron.efa.config.flags import Flags
 from megatron.efa.config.show import show
@@ -215,3 +222,14 @@ def test_a_wrong_value_is_one_line_naming_file_and_key(ours, key, value, sentenc
     assert str(error.value).startswith(f"run.yaml:7: train.{key}")
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_defaults_on_cpus_are_those_of_the_example_and_differ_from_upstreams(monkeypatch):
+    upstreams = {name: build_parser().get_default(name) for name in ON_CPUS}
+    assert not any(upstreams[name] == value for name, value in ON_CPUS.items())
+    monkeypatch.setattr("megatron.efa.cpu.enabled", lambda: True)
+    parser = build_parser()
+    assert {name: parser.get_default(name) for name in ON_CPUS} == ON_CPUS
+    assert set(ON_CPUS) <= {action.dest for action in parser._actions}
+    example = yaml.safe_load((EXAMPLES / "cluster/cpu.yaml").read_text())
+    assert example == ON_CPUS | {"distributed_backend": "gloo"}

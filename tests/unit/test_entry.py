@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.efa import entry
 from megatron.efa.errors import EfaError
@@ -86,11 +88,114 @@ def test_an_efa_error_in_training_names_its_rank(run):
     assert told.endswith(": link down\n")
 
 
-def test_another_rank_speaks_only_for_its_node_and_only_if_rank_0_has_not(run):
-    assert run(refuse(EfaError("no file")), rank=9, local_rank=1) == (2, "")
-    code, told = run(refuse(EfaError("no file")), rank=8, local_rank=0)
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_another_rank_waits_for_those_that_speak_before_it(run, monkeypatch, local_rank):
+    waits = []
+    monkeypatch.setattr(entry.time, "sleep", waits.append)
+    code, told = run(refuse(EfaError("no file")), rank=8 + local_rank, local_rank=local_rank)
     assert code == 2
-    assert told.startswith("pretrain_gpt.py: rank 8 on ")
+    assert told.startswith(f"pretrain_gpt.py: rank {8 + local_rank} on ")
+    assert waits[0] > local_rank * entry._GRACE_S
+
+
+def upstream(folder, source, place="core/model.py"):
+    """Return what `source`, lying where upstream's code does, defines."""
+    file = folder / "megatron" / place
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(source)
+    scope = {}
+    exec(compile(source, str(file), "exec"), scope)
+    return scope
+
+
+REFUSAL = """
+def setup(self):
+    assert self.warmup < self.decay
+def train(f, *x):
+    f(*x)
+"""
+
+
+class Steps:
+    warmup, decay = 5, 3
+
+
+def test_a_check_of_upstreams_before_training_is_one_line_with_its_values(run, tmp_path):
+    setup = upstream(tmp_path, REFUSAL)["setup"]
+    assert run(lambda: Steps, setup) == (
+        2,
+        "pretrain_gpt.py: this does not hold: self.warmup < self.decay, with warmup = 5 and "
+        "decay = 3 (Megatron's check at model.py:3)\n",
+    )
+    left = json.loads(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).read_text())
+    assert "Traceback" in left["message"]["extraInfo"]["py_callstack"]
+
+
+def test_the_same_check_in_the_training_loop_keeps_its_traceback(run, tmp_path):
+    setup = upstream(tmp_path, REFUSAL)["setup"]
+    loop = upstream(tmp_path, REFUSAL, "training/training.py")["train"]
+    with pytest.raises(AssertionError):
+        run(lambda: Steps, lambda job: loop(setup, job))
+
+
+def test_the_traceback_of_a_check_can_be_asked_for(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_EFA_TRACEBACK", "1")
+    with pytest.raises(AssertionError):
+        run(lambda: Steps, upstream(tmp_path, REFUSAL)["setup"])
+
+
+def test_warnings_are_shown_unless_an_error_is(run):
+    def configure(error=None):
+        warnings.warn("no Apex", stacklevel=1)
+        if error:
+            raise error
+
+    assert "no Apex" not in run(lambda: configure(EfaError("bad")))[1]
+    with pytest.warns(UserWarning, match="no Apex"):
+        assert run(configure)[0] == 0
+
+
+def test_a_machine_without_gpu_is_told_of_gloo(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(entry.cpu, "enabled", lambda: False)
+    with pytest.raises(EfaError, match=r"finds no GPU on .*: add --distributed-backend gloo"):
+        entry._check_device()
+    monkeypatch.setattr(entry.cpu, "enabled", lambda: True)
+    entry._check_device()
+
+
+ALONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STEPS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """An environment that no launcher made, restored afterwards whatever is set in it."""
+    for name in (*ALONE, *STEPS):
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_without_torchrun_a_process_is_a_job_of_one_rank(no_launcher):
+    entry._be_one_rank_alone()
+    assert [os.environ[name] for name in ALONE[:4]] == ["0", "0", "1", "127.0.0.1"]
+
+
+def test_torchruns_own_settings_are_left_alone(no_launcher):
+    ours = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "head", "MASTER_PORT": "1"}
+    for name, value in ours.items():
+        no_launcher.setenv(name, value)
+    entry._be_one_rank_alone()
+    assert {name: os.environ[name] for name in ours} == ours
+    assert "LOCAL_RANK" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", *STEPS])
+def test_tasks_that_cannot_find_one_another_do_not_train_alone(no_launcher, name):
+    no_launcher.setenv(name, "4")
+    with pytest.raises(EfaError, match=f"{name}=4 but MASTER_ADDR is not set"):
+        entry._be_one_rank_alone()
 
 
 def test_torchrun_is_left_the_sentence(run):
