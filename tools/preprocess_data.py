@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         "--append-eod", action="store_true", help="end each document with the end-of-document id"
     )
     group = p.add_argument_group("output data")
-    group.add_argument("--output-prefix", type=Path, required=True, help="path without suffix")
+    group.add_argument("--output-prefix", type=_prefix, required=True, help="path without suffix")
     group = p.add_argument_group("runtime")
     cores = len(os.sched_getaffinity(0))
     group.add_argument("--workers", type=int, default=cores, help="processes (default: the cores)")
@@ -84,6 +84,14 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def _prefix(text: str) -> Path:
+    if text.endswith(("/", "/.", "/..")) or text in ("", ".", ".."):
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is a folder: add what the files' names shall begin with"
+        )
+    return Path(text)
+
+
 def check(args: argparse.Namespace) -> None:
     """Raise EfaError for flags that cannot be obeyed."""
     if args.split_sentences:
@@ -99,6 +107,14 @@ def check(args: argparse.Namespace) -> None:
     for name in ("workers", "partitions", "log_interval", "max_documents"):
         if getattr(args, name) < 1:
             raise EfaError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1")
+    for key in args.json_keys:
+        if args.json_keys.count(key) > 1:
+            raise EfaError(f"--json-keys names '{key}' twice: each key has files of its own")
+        if "/" in key:
+            raise EfaError(
+                f"--json-keys {key}: the key becomes part of a file's name, which cannot hold a "
+                "slash: rename it in the input"
+            )
     if min(args.workers_to_check) < 1:
         raise EfaError("--workers-to-check holds a number less than 1")
     if args.workers % args.partitions:

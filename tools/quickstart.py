@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EfaError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # a full disk, a folder that cannot be written
+        place = error.filename or "the disk"
+        print(f"quickstart: {place}: {error.strerror or error}", file=sys.stderr)
+        return EfaError.exit_code
     except KeyboardInterrupt:
         print("quickstart: interrupted", file=sys.stderr)
         return 130

@@ -6,6 +6,7 @@ when its subcommand is called: `megatron-efa fork sync` works before there is a 
 
 import argparse
 import importlib
+import os
 import sys
 
 from megatron.efa.errors import EfaError
@@ -18,6 +19,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run `megatron-efa argv`, return its exit code; an `EfaError` becomes one line on stderr."""
+    _open_closed_streams()
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="megatron-efa", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -34,6 +36,16 @@ def main(argv: list[str] | None = None) -> int:
     except EfaError as error:
         print(f"megatron-efa: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _open_closed_streams() -> None:
+    """Open what the shell closed (`>&-`): else the next file or pipe would be our stdout."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            mode = "w" if number else "r"
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (takes the lowest number)
 
 
 if __name__ == "__main__":

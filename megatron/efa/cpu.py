@@ -41,12 +41,30 @@ def wanted(argv: Sequence[str]) -> bool:
         on_cpus = not torch.cuda.is_available()
     else:
         on_cpus = False
-    if on_cpus and _value(argv, "--context-parallel-size") not in (None, "1"):
+    if on_cpus:
+        check(argv)
+    return on_cpus
+
+
+_ONLY_ON_GPUS = {
+    "--moe-grouped-gemm": "needs kernels of Transformer Engine",
+    "--use-megatron-fsdp": "shards with NCCL and CUDA streams",
+    "--use-torch-fsdp2": "shards with NCCL and CUDA streams",
+    "--log-straggler": "reads clocks and temperatures of GPUs",
+    "--record-memory-history": "records the allocator of a GPU",
+}
+
+
+def check(argv: Sequence[str]) -> None:
+    """Raise EfaError if Megatron's flags `argv` ask for what CPUs cannot do."""
+    if _value(argv, "--context-parallel-size") not in (None, "1"):
         raise EfaError(
             "--context-parallel-size above 1 needs the attention of Transformer Engine, which "
             "runs on GPUs only: set it to 1 to run on CPUs."
         )
-    return on_cpus
+    for flag, why in _ONLY_ON_GPUS.items():
+        if flag in argv:
+            raise EfaError(f"{flag} {why}: leave it out to run on CPUs.")
 
 
 def _value(argv: Sequence[str], flag: str) -> str | None:

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,15 +88,22 @@ def set_stream(stream: Stream | None) -> None:
         _thread.stream = stream
 
 
-@contextlib.contextmanager
-def stream(stream: Stream | None) -> Iterator[None]:
-    """Make `stream` the current one in the block; None changes nothing."""
-    previous = current_stream()
-    set_stream(stream)
-    try:
-        yield
-    finally:
-        set_stream(previous)
+class stream:
+    """Make `stream` the current one in the block; None changes nothing.
+
+    As torch's, one object serves several blocks: gradient reduction enters its own for each bucket.
+    """
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+        self._previous: list[Stream] = []
+
+    def __enter__(self) -> None:
+        self._previous.append(current_stream())
+        set_stream(self.stream)
+
+    def __exit__(self, *exc: object) -> None:
+        set_stream(self._previous.pop())
 
 
 def current_device() -> int:

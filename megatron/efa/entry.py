@@ -34,6 +34,10 @@ def run(configure: Callable[[], Any], train: Callable[[Any], None], argv: Sequen
     argument is one line on rank 0's stderr and exit code 2 on every rank.
     """
     rank = int(os.environ.get("RANK", "0"))
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        # One process without torchrun: it meets nobody, at any free port.
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
     try:
         with _warnings_after():
             flags = prepare(argv, rank)
@@ -102,6 +106,8 @@ def _megatron_flags(words: Words, settings: list[Setting], rank: int) -> list[st
                 f"{setting.name} ({setting.where}): leave one out, or override {setting.name}=..."
             )
     flags = [*(word for part in from_settings for word in part), *words.flags]
+    if cpu.enabled():
+        cpu.check(flags)  # now with what the YAML file asks for
     parsed = parser.parse_args(flags)
     if parsed.yaml_cfg is not None:
         raise EfaError("--yaml-cfg no longer works in Megatron; give the file with --config")

@@ -34,6 +34,10 @@ LAYOUTS = {
     "TP2 + SP x EP2": (2, [*TP, *ep(2)]),
     "PP2 x EP2": (4, [*pp(2), *ep(2)]),
     "DP2, distributed optimizer, both overlaps": (2, [*MOE, *OVERLAP]),
+    "EP2, two instances of the distributed optimizer, overlaps": (
+        4,
+        [*ep(2), *OVERLAP, "--num-distributed-optimizer-instances", "2"],
+    ),
     "EP2, distributed optimizer": (2, [*ep(2), *DISTRIBUTED]),
     "MLA": (2, [*ep(2), *MLA]),
     "MLA, TP2 + SP": (2, [*TP, *ep(2), *MLA]),

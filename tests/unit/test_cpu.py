@@ -94,6 +94,28 @@ def test_context_parallelism_is_refused_in_one_sentence(monkeypatch):
     assert cpu.wanted(["--context-parallel-size", "1"])
 
 
+@pytest.mark.parametrize("flag", cpu._ONLY_ON_GPUS)
+def test_what_needs_a_gpu_is_refused_in_one_sentence(monkeypatch, flag):
+    monkeypatch.setenv("MEGATRON_EFA_CPU", "1")
+    with pytest.raises(EfaError, match=f"{flag} .* leave it out") as refusal:
+        cpu.wanted(["--num-layers", "2", flag])
+    assert "\n" not in str(refusal.value)
+
+
+def test_one_stream_context_serves_several_blocks(on):
+    outer, inner = torch.cuda.Stream(), torch.cuda.Stream()
+    context = torch.cuda.stream(inner)
+    with torch.cuda.stream(outer):
+        for _ in range(2):
+            with context:
+                assert torch.cuda.current_stream() is inner
+                with context:
+                    assert torch.cuda.current_stream() is inner
+            assert torch.cuda.current_stream() is outer
+    with torch.cuda.stream(None):
+        assert torch.cuda.current_stream() is torch.cuda.default_stream()
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda", 0)])
 def test_tensors_for_a_gpu_land_on_the_cpu(on, device):
     made = [

@@ -3,8 +3,13 @@ can.
 """
 
 import argparse
+import contextlib
 import io
 import json
+import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +20,8 @@ from megatron.efa.emulate.cluster import EmulatedCluster
 from megatron.efa.emulate.network import LinkCounters
 from megatron.efa.emulate.output import LogFollower, tail
 from megatron.efa.errors import EfaError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def parsed(*words):
@@ -44,6 +51,9 @@ def test_options_of_the_script_are_the_scripts():
         (["--show", "first", "--", "-m", "x"], "'first' is no rank"),
         (["--name", "No", "--", "-m", "x"], "'No' cannot name"),
         (["--json", "/no/such/dir/x.json", "--", "-m", "x"], "no directory /no/such/dir"),
+        (["--json", "/tmp", "--", "-m", "x"], "/tmp is a directory"),
+        (["--timeout=-1", "--", "-m", "x"], "--timeout -1 is no time"),
+        (["--timeout", "nan", "--", "-m", "x"], "--timeout nan is no time"),
         (["--log-dir", "/dev/shm/x", "--", "-m", "x"], "/dev/shm"),
         (["--log-dir", "/dev/null/x", "--", "-m", "x"], "/dev/null/x cannot be made"),
     ],
@@ -111,6 +121,7 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path):
     [
         (3, 1, "rank 3 (node1, local rank 1) ended first, with exit code 1"),
         (3, -9, "rank 3 (node1, local rank 1) ended first, with signal SIGKILL"),
+        (3, -40, "rank 3 (node1, local rank 1) ended first, with signal 40"),
         (None, 1, "torchrun on node1 ended first, with exit code 1"),
     ],
 )
@@ -145,3 +156,32 @@ def test_plain_local_nodes_run_commands_and_say_that_they_have_no_links(tmp_path
                 action()
     with pytest.raises(EfaError, match="not running"):
         cluster.run(0, ["true"])
+
+
+def test_a_summary_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path):
+    (tmp_path / "x").mkdir()
+    with pytest.raises(EfaError, match="x cannot be written: Is a directory"):
+        report.write_json(tmp_path / "x", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_of_a_terminal_stops_the_job_unless_it_was_started_with_nohup(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    received = []
+    try:
+        with contextlib.suppress(cli._Stopped), cli._stoppable(received):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert received == ([] if ignored else [signal.SIGHUP])
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_shell_closed_are_taken_by_no_other_file(closed):
+    script = (
+        "import os; from megatron.efa import cli; cli._open_closed_streams(); r, w = os.pipe(); "
+        "print('x', flush=True); os._exit(0 if min(r, w) > 2 else 1)"
+    )
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(script)} {closed}"
+    assert subprocess.run(command, shell=True, check=False, cwd=ROOT).returncode == 0

@@ -24,9 +24,16 @@ def test_threads_are_one_unless_given():
 
 
 def test_ranks_of_another_launcher_are_forgotten_and_the_rest_is_kept():
-    base = {"RANK": "7", "MASTER_ADDR": "h", "SLURM_PROCID": "3", "HF_HOME": "/x", "PATH": "/bin"}
+    base = {
+        "RANK": "7",
+        "MASTER_ADDR": "h",
+        "SLURM_PROCID": "3",
+        "PET_NNODES": "9",
+        "HF_HOME": "/x",
+        "PATH": "/bin",
+    }
     env = node_env(base)
-    assert not {"RANK", "MASTER_ADDR", "SLURM_PROCID"} & env.keys()
+    assert not {"RANK", "MASTER_ADDR", "SLURM_PROCID", "PET_NNODES"} & env.keys()
     assert (env["HF_HOME"], env["PATH"]) == ("/x", "/bin")
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from preprocess_tool import ROOT, null, run, stored, write
@@ -36,6 +37,8 @@ def refused(tmp_path, *words, keep=()):
         ('{"text": "one"}', "the tokenizer refuses the text"),
         ('{"text": "7 1000"}', "id 1000 is outside the tokenizer's vocabulary of 1000"),
         ('{"text": "7 -1"}', "id -1 is outside"),
+        ('{"text": "7 \\ud83d"}', "key 'text': half a character, \\ud83d"),
+        ("[" * 100_000, "not JSON (maximum recursion depth"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, workers, line, complaint):
@@ -61,9 +64,19 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
     assert said.startswith(f"{file}, line 3: not UTF-8")
 
 
-def test_cut_off_gzip_is_named(tmp_path):
+@pytest.mark.parametrize("damage", ["cut off", "a bit flipped", "another checksum", "no gzip"])
+def test_damaged_gzip_is_named(tmp_path, damage):
+    random.seed(1)
+    whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % random.randrange(999) for _ in range(999)))
     file = tmp_path / "in.jsonl.gz"
-    file.write_bytes(gzip.compress(b'{"text": "1"}\n' * 1000)[:-20])
+    file.write_bytes(
+        {
+            "cut off": whole[:-20],
+            "a bit flipped": whole[:200] + bytes([whole[200] ^ 255]) + whole[201:],
+            "another checksum": whole[:-8] + bytes(4) + whole[-4:],
+            "no gzip": b'{"text": "1"}\n',
+        }[damage]
+    )
     assert "not whole gzip data" in refused(tmp_path, "--input", file, *null(tmp_path))
 
 
@@ -89,11 +102,31 @@ def test_files_of_an_earlier_run_survive_a_failing_one(tmp_path):
         ),
         (["--append-eod", "--null-tokenizer-eod-id", "1000"], "no end-of-document token"),
         (["--output-prefix", "/dev/null/out"], "cannot write to /dev/null"),
+        (["--json-keys", "text", "text"], "names 'text' twice"),
+        (["--json-keys", "a/b"], "cannot hold a slash"),
+        (["--input", "/dev/null"], "/dev/null is no regular file"),
     ],
 )
 def test_flags_that_cannot_be_obeyed_are_refused(tmp_path, words, complaint):
     file = write(tmp_path / "in.jsonl", [{"text": "1 2"}])
     assert complaint in refused(tmp_path, "--input", file, *null(tmp_path), *words)
+
+
+@pytest.mark.parametrize("prefix", ["", ".", "..", "data/", "data/.."])
+def test_an_output_that_is_a_folder_is_refused(prefix, capsys):
+    with pytest.raises(SystemExit):
+        run("--input", "x", *null(Path()), "--output-prefix", prefix)
+    assert "is a folder: add" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_folder_in_the_place_of_an_output_is_named_and_the_other_file_stays(tmp_path, suffix):
+    file = write(tmp_path / "in.jsonl", [{"text": "1 2"}])
+    run("--input", file, *null(tmp_path))
+    (tmp_path / f"out_text_document{suffix}").unlink()
+    (tmp_path / f"out_text_document{suffix}").mkdir()
+    said = refused(tmp_path, "--input", file, *null(tmp_path))
+    assert said == f"{tmp_path}/out_text_document{suffix}: Is a directory"
 
 
 def test_an_input_without_a_token_is_refused(tmp_path):

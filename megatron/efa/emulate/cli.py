@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     jobs.check_command(command)
     if not 1 <= args.ranks_per_node <= _MOST_RANKS:
         raise EfaError(f"--ranks-per-node {args.ranks_per_node} is not from 1 to {_MOST_RANKS}")
+    if args.timeout is not None and not args.timeout >= 0:  # nan is not either
+        raise EfaError(f"--timeout {args.timeout:g} is no time to wait: give seconds")
     name = default_name() if args.name is None else args.name
     cluster = EmulatedCluster(args.nodes, parse_rate(args.rate), name=name)
     shown = shown_ranks(args.show, args.nodes * args.ranks_per_node)
@@ -124,6 +126,10 @@ def _stoppable(received: list[int]) -> Iterator[None]:
             raise _Stopped
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    if (
+        signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    ):  # `nohup`: the end of a terminal is not ours
+        numbers = numbers[:2]
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
@@ -152,8 +158,8 @@ def shown_ranks(text: str, world: int) -> list[int]:
 
 def _check_outputs(logs: Path, summary: Path | None) -> None:
     """EfaError now rather than after the run if logs or the JSON file cannot be written."""
-    if summary is not None and not summary.resolve().parent.is_dir():
-        raise EfaError(f"--json {summary}: there is no directory {summary.resolve().parent}")
+    if summary is not None:
+        report.check_writable(summary)
     if logs.resolve().is_relative_to("/dev/shm"):
         raise EfaError(
             f"--log-dir {logs} is in /dev/shm, which each node has for itself: choose another"

@@ -54,7 +54,7 @@ class Failure:
             who = f"rank {self.rank} (node{self.node}, local rank {self.local_rank})"
         how = f"exit code {self.code}"
         if self.code < 0:
-            how = f"signal {signal.Signals(-self.code).name}"
+            how = f"signal {_signal_name(-self.code)}"
         return f"{who} ended first, with {how}: see {self.log}"
 
 
@@ -202,6 +202,14 @@ def _end(agents: list[subprocess.Popen]) -> None:
 
 def _agent_log(logs: Path, node: int) -> Path:
     return logs / f"torchrun-node{node}.log"
+
+
+def _signal_name(number: int) -> str:
+    """SIGKILL for 9; the number itself where Python has no name for it (real-time signals)."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
 
 
 def _free_port() -> int:

@@ -22,13 +22,13 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) was refused")
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to SIGKILL this process when the thread that forked it ends.
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when the thread that forked it ends.
 
     A parent that died before this call is not noticed here: the caller checks that it is still
     there.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:

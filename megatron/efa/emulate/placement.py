@@ -13,7 +13,7 @@ _SHARED_GPUS = "MEGATRON_EFA_SHARED_GPUS"
 # What another launcher left in the environment would name other ranks, nodes and interfaces.
 _FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
             "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
-_FOREIGN_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_")
+_FOREIGN_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "PET_")
 
 
 def of_node(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron.efa.emulate.cluster import EmulatedCluster
 from megatron.efa.emulate.job import Outcome
+from megatron.efa.errors import EfaError
 
 
 def table(cluster: EmulatedCluster, outcome: Outcome) -> str:
@@ -65,8 +66,23 @@ def as_json(cluster: EmulatedCluster, ranks_per_node: int, outcome: Outcome) -> 
     }
 
 
+def check_writable(path: Path) -> None:
+    """Raise EfaError, before the run rather than after it, if `write_json` cannot write there."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise EfaError(f"--json {path}: there is no directory {folder}")
+    if path.is_dir():
+        raise EfaError(f"--json {path} is a directory: give the name of a file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise EfaError(f"--json {path}: the directory {folder} is not writable")
+
+
 def write_json(path: Path, content: dict) -> None:
-    """Write aside, then rename: whoever reads the file sees all of it."""
+    """Write aside, then rename: whoever reads the file sees all of it. Raises EfaError."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(content, indent=2) + "\n")
-    aside.replace(path)
+    try:
+        aside.write_text(json.dumps(content, indent=2) + "\n")
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise EfaError(f"--json {path} cannot be written: {error.strerror}") from error

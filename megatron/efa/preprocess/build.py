@@ -1,7 +1,7 @@
 """Encoded documents to Megatron's `.bin` and `.idx` files, written aside and renamed when whole."""
 
-import shutil
-import tempfile
+import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.efa import aside
 from megatron.efa.errors import EfaError
 from megatron.efa.preprocess.documents import Chunk, Source, chunks, partition
 from megatron.efa.preprocess.encode import FORK, Encoder, encode, pool
@@ -77,28 +78,38 @@ def build(
                     f"the input has no token under the key '{key}', and Megatron cannot read an "
                     "empty data set: nothing was written"
                 )
-        for name in names:
-            # A reader needs both files: without the index nothing can be mistaken for whole.
-            name.with_name(f"{name.name}.idx").unlink(missing_ok=True)
-            for suffix in (".bin", ".idx"):
-                (scratch / f"{name.name}{suffix}").replace(name.with_name(f"{name.name}{suffix}"))
+        with aside.alone(prefix.parent):  # two runs to one output: the later one's files, not both
+            _move(scratch, names)
     return counts
+
+
+def _move(scratch: Path, names: Sequence[Path]) -> None:
+    files = [
+        name.with_name(f"{name.name}{suffix}") for name in names for suffix in (".bin", ".idx")
+    ]
+    for file in files:
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    for name in names:
+        # A reader needs both files: without the index nothing can be mistaken for whole.
+        name.with_name(f"{name.name}.idx").unlink(missing_ok=True)
+    for file in files:
+        (scratch / file.name).replace(file)
 
 
 @contextmanager
 def _aside(prefix: Path) -> Iterator[Path]:
-    """A directory beside the output, on the same file system, that goes away in any case."""
+    """A folder beside the output that goes away in any case; OSError becomes EfaError."""
+    opened = False
     try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{prefix.name}.partial-", dir=prefix.parent))
+        with aside.beside(prefix) as scratch:
+            opened = True
+            yield scratch
     except OSError as error:
-        raise EfaError(f"cannot write to {prefix.parent} ({error.strerror})") from error
-    try:
-        yield scratch
-    except OSError as error:
-        raise EfaError(f"{error.filename or prefix}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if not opened:
+            raise EfaError(f"cannot write to {prefix.parent} ({error.strerror})") from error
+        place = error.filename2 or error.filename or prefix  # of a rename, where it goes
+        raise EfaError(f"{place}: {error.strerror or error}") from error
 
 
 def _write(

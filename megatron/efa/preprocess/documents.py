@@ -8,6 +8,7 @@ the output, however many workers there are.
 import glob
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,10 @@ def find(patterns: Sequence[str], wanted: Format) -> list[Source]:
         if not files:
             raise EfaError(f"--input {pattern} names no file: give a file or a glob in quotes")
         for file in files:
+            if not file.is_file():
+                raise EfaError(
+                    f"--input {file} is no regular file: write what a pipe or device gives to one"
+                )
             if file.resolve() in sources:
                 raise EfaError(f"--input names {file} twice: its documents would be counted twice")
             kind = _format_of(file) if wanted == "auto" else wanted
@@ -156,7 +161,7 @@ def _unzipped(source: Source, size: int) -> Iterator[Chunk]:
                     return
                 yield Chunk(source, start, len(data), data)
                 start += len(data)
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise EfaError(f"{source.path} is not whole gzip data ({error}): fetch it again") from error
 
 
@@ -185,7 +190,7 @@ def documents(chunk: Chunk, keys: Sequence[str], split: Split) -> Iterator[tuple
 def _values(chunk: Chunk, position: int, line: bytes, keys: Sequence[str]) -> list[Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too deep
         place = chunk.place(position)
         raise EfaError(f"{place}: not JSON ({error}): mend or remove the line") from error
     if not isinstance(record, dict):

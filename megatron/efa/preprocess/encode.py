@@ -2,6 +2,7 @@
 
 import ctypes
 import multiprocessing
+import re
 import signal
 import sys
 from collections import deque
@@ -55,6 +56,11 @@ class Encoder:
             if not isinstance(text, str):
                 raise EfaError(
                     f"a {type(text).__name__}, where text or a list of texts is expected"
+                )
+            if not text.isascii() and (lone := re.search("[\ud800-\udfff]", text)):
+                raise EfaError(
+                    f"half a character, \\u{ord(lone[0]):x}, which no encoding can write: mend the "
+                    "line"
                 )
         try:
             sequences = [list(self.tokenizer.tokenize(text)) for text in texts]

@@ -3,14 +3,17 @@
 import hashlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from megatron.efa import aside
+from megatron.efa.emulate import kernel
 from megatron.efa.errors import EfaError
 from megatron.efa.quickstart import corpus
 
@@ -72,16 +75,14 @@ def prepare(folder: Path, log: Path, say: Say) -> Data:
     if data.fingerprint() == wanted:
         say(f"data: {short(folder)} is there already")
         return data
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        _make(Data(aside), texts, log, say)
-        (aside / "prepared.json").write_text(json.dumps({"fingerprint": wanted}) + "\n")
-        aside.chmod(0o755)
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.replace(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with aside.beside(folder) as scratch:
+        _make(Data(scratch), texts, log, say)
+        (scratch / "prepared.json").write_text(json.dumps({"fingerprint": wanted}) + "\n")
+        scratch.chmod(0o755)
+        with aside.alone(folder.parent):
+            if data.fingerprint() != wanted:  # else another run has just put the same there
+                shutil.rmtree(folder, ignore_errors=True)
+                scratch.replace(folder)
     return data
 
 
@@ -99,7 +100,13 @@ def _make(data: Data, texts: dict[str, str], log: Path, say: Say) -> None:
                 corpus.write_jsonl(data.folder / f"{name}.jsonl", documents)
                 command = _preprocess(data, name)
                 running.append(
-                    subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        preexec_fn=partial(kernel.die_with_parent, signal.SIGTERM),
+                    )
                 )
             codes = [process.wait() for process in running]
         finally:

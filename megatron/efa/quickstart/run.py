@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.efa.config.compose import compose
+from megatron.efa.emulate import kernel
 from megatron.efa.errors import EfaError
 from megatron.efa.fork import verify_at_start
 from megatron.efa.quickstart import figures
@@ -130,7 +132,13 @@ def train(command: list[str], run: Run, say: Callable[[str], None]) -> None:
     """Run the training command, telling its losses as they come; raises EfaError if it fails."""
     told = 0
     with run.log.open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(kernel.die_with_parent, signal.SIGTERM),  # no thread runs here
+        )
         try:
             while process.returncode is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):

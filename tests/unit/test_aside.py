@@ -1,0 +1,74 @@
+"""What is made aside goes away in any case, also after a kill, and two runs never mix."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron.efa import aside
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_folder_is_beside_the_target_and_gone_afterwards(tmp_path):
+    target = tmp_path / "new" / "out"
+
+    def interrupted():
+        with aside.beside(target) as scratch:
+            (scratch / "half").write_text("x")
+            assert scratch.parent == target.parent
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert names(target.parent) == []
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next_and_nothing_else(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from megatron.efa import aside\n"
+        "with aside.beside(Path(sys.argv[1])) as scratch:\n"
+        "    (scratch / 'half').write_text('x'); os.kill(os.getpid(), 9)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -9
+    (left,) = names(tmp_path)
+    assert left.startswith(".out.partial-")
+    (tmp_path / ".out.partial-file").write_text("a file of the user's")
+    (tmp_path / ".other.partial-x").mkdir()
+    with aside.beside(tmp_path / "out") as first, aside.beside(tmp_path / "out") as second:
+        assert first.is_dir()  # in use: the second start leaves it alone
+        assert left not in names(tmp_path)
+        assert len({first, second}) == 2
+    assert names(tmp_path) == [".other.partial-x", ".out.partial-file"]
+
+
+def test_one_at_a_time_moves_its_files_in(tmp_path):
+    order = []
+
+    def other():
+        with aside.alone(tmp_path):
+            order.append("second")
+
+    with aside.alone(tmp_path) as certain:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+    thread.join()
+    assert (certain, order) == (True, ["first", "second"])
+
+
+def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
+    (tmp_path / ".out.partial-x").mkdir()
+    monkeypatch.setattr(aside.fcntl, "flock", lambda *_: os.stat("/no/such/file"))
+    with aside.beside(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == [".out.partial-x"]
