@@ -22,7 +22,7 @@ ON_CPUS: dict[str, Any] = {
     "apply_rope_fusion": False,
     "no_persist_layer_norm": True,
 }
-"""Defaults that end every run on a CPU, for want of a fused kernel, and what takes their place.
+"""Defaults that end a run on a CPU (one in bf16, one with rope), and what takes their place.
 
 Those that a CPU can follow (`--no-bias-swiglu-fusion`, ...) stay: they change the rounding."""
 
