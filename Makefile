@@ -10,13 +10,17 @@ help:
 	@echo "make format      format and mend what ruff can mend"
 	@echo "make clean       remove the environment and the generated trees (runs/ stays)"
 
+# The scripts of an environment name the place it was made in: elsewhere it must be made anew.
+ifneq ($(shell cat .venv/.ready 2>/dev/null),$(CURDIR))
+.PHONY: .venv/.ready
+endif
 .venv/.ready: pyproject.toml tools/bootstrap.sh
 	bash tools/bootstrap.sh .venv
-	@touch $@
+	@echo "$(CURDIR)" >$@
 
 setup: .venv/.ready
 	$(PY) -m megatron.efa fork sync
-	@$(PY) -W ignore::SyntaxWarning -m compileall -q megatron # each process of a job would otherwise do it again
+	@$(PY) -W ignore::SyntaxWarning -m compileall -q -x '/[.]fork/' megatron # each process of a job would otherwise do it again
 
 quickstart: setup
 	$(PY) tools/quickstart.py

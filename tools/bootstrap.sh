@@ -43,6 +43,15 @@ find_python() { # the first interpreter that satisfies the test given
     return 1
 }
 
+# Its scripts, and its link to this checkout, name the place where it was made.
+if [ -f "$venv/bin/activate" ]; then
+    made_in=$(sed -nE "s/^ *(export )?VIRTUAL_ENV=[\"']?(\/[^\"']*)[\"']?\$/\2/p" "$venv/bin/activate" | head -n 1)
+    if [ -n "$made_in" ] && [ "$(realpath -m "$made_in")" != "$(realpath "$venv")" ]; then
+        echo "bootstrap: $venv was made as $made_in (this checkout was moved or copied): making it anew"
+        rm -rf "$venv"
+    fi
+fi
+
 extras="torch,dev"
 if python=$(find_python brings_torch); then
     extras="dev"

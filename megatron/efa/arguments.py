@@ -19,13 +19,12 @@ ON_CPUS: dict[str, Any] = {
     "transformer_impl": "local",
     "masked_softmax_fusion": False,
     "gradient_accumulation_fusion": False,
-    "bias_swiglu_fusion": False,
-    "bias_gelu_fusion": False,
-    "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
     "no_persist_layer_norm": True,
 }
-"""Upstream's defaults name fused GPU kernels, so that no flags of a user's would train without."""
+"""Defaults that end a run on a CPU (one in bf16, one with rope), and what takes their place.
+
+Those that a CPU can follow (`--no-bias-swiglu-fusion`, ...) stay: they change the rounding."""
 
 
 def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

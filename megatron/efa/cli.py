@@ -18,7 +18,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `megatron-efa argv`, return its exit code; an `EfaError` becomes one line on stderr."""
+    """Run `megatron-efa argv`, return its exit code; EfaError and Ctrl-C are one line on stderr."""
     _open_closed_streams()
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="megatron-efa", description=__doc__.splitlines()[0])
@@ -36,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     except EfaError as error:
         print(f"megatron-efa: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print(f"megatron-efa: {args.command} was stopped by Ctrl-C", file=sys.stderr)
+        return 130
 
 
 def _open_closed_streams() -> None:

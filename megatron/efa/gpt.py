@@ -28,6 +28,7 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
+from megatron.efa import missing
 from megatron.efa.errors import EfaError
 from megatron.training import get_args, get_timers
 from megatron.training.argument_utils import core_transformer_config_from_args
@@ -75,10 +76,11 @@ _straggler = StragglerDetector()
 
 
 def check(args: Namespace) -> None:
-    """Raise EfaError if what `args` ask of the data cannot run here.
+    """Raise EfaError if what `args` ask of the data, or leave out, cannot run here.
 
     Upstream's own checks of the data's arguments run here too, before any process group is made.
     """
+    missing.check(args)
     packs = "--sft" if args.sft else "--dataloader-inter-document-masking"
     if _packed(args) and args.transformer_impl == "local":
         raise EfaError(

@@ -165,6 +165,7 @@ def test_the_rerun_state_machine_watches_the_loss(ours, tmp_path):
         (["--num-layers", "5", "--pipeline-model-parallel-size", "2"], "should be divisible by"),
         (["--data-path", "a"], "A single data source must be provided"),
         (["--load", "x", "--ckpt-convert-format", "torch"], "this does not hold: args.ckpt_conv"),
+        (["--eval-interval", "0"], "--eval-interval is missing"),
         (["--sft"], "--sft packs documents into one sequence"),
         (["--checkpoint-activations"], "Megatron refuses these arguments"),
         (["train.lr=3"], "lr is set twice, by --lr on the command line and by train.lr"),
@@ -200,7 +201,7 @@ def test_plain_flags_of_an_upstream_user_train_without_torchrun():
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data "
         "--max-position-embeddings 64 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --vocab-size "
         "128 --tokenizer-type NullTokenizer --distributed-backend gloo --log-interval 1 "
-        "--eval-iters 1 --transformer-impl local"
+        "--eval-iters 1 --eval-interval 10 --transformer-impl local"
     )
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launched}

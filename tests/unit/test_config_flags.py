@@ -224,7 +224,7 @@ def test_a_wrong_value_is_one_line_naming_file_and_key(ours, key, value, sentenc
     assert "\n" not in str(error.value)
 
 
-def test_defaults_on_cpus_are_those_of_the_example_and_differ_from_upstreams(monkeypatch):
+def test_defaults_on_cpus_are_in_the_example_and_differ_from_upstreams(monkeypatch):
     upstreams = {name: build_parser().get_default(name) for name in ON_CPUS}
     assert not any(upstreams[name] == value for name, value in ON_CPUS.items())
     monkeypatch.setattr("megatron.efa.cpu.enabled", lambda: True)
@@ -232,4 +232,4 @@ def test_defaults_on_cpus_are_those_of_the_example_and_differ_from_upstreams(mon
     assert {name: parser.get_default(name) for name in ON_CPUS} == ON_CPUS
     assert set(ON_CPUS) <= {action.dest for action in parser._actions}
     example = yaml.safe_load((EXAMPLES / "cluster/cpu.yaml").read_text())
-    assert example == ON_CPUS | {"distributed_backend": "gloo"}
+    assert example.items() >= ON_CPUS.items()

@@ -68,3 +68,21 @@ def test_words_that_make_no_sense_are_refused_by_the_parser(words, capsys):
 
 def test_one_wheel_or_a_directory_but_not_both(fork):
     assert "exclude each other" in fork("sync", "--wheel", "x.whl", "--from", ".")[2]
+
+
+@pytest.mark.parametrize("version", ["latest", "0.19.x", ""])
+def test_a_release_that_is_no_version_is_told_before_anything_is_fetched(
+    fork, monkeypatch, version
+):
+    monkeypatch.setattr("megatron.efa.fork.rebase.obtain", lambda *_, **__: pytest.fail("fetched"))
+    code, out, err = fork("rebase", "--to", version)
+    assert (code, out) == (2, "")
+    assert err == f"megatron-efa: --to {version} is no version: give one such as 0.19.2\n"
+
+
+def test_ctrl_c_is_one_line(fork, monkeypatch):
+    def stopped(args, layout):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(room._ACTIONS, "sync", stopped)
+    assert fork("sync") == (130, "", "megatron-efa: fork was stopped by Ctrl-C\n")

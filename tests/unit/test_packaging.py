@@ -1,6 +1,10 @@
 """What set-up promises: one place for dependencies, and an image's PyTorch is never replaced."""
 
+import os
+import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -73,3 +77,64 @@ def test_shell_scripts_parse():
     assert scripts
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout with an environment in it, and how to bootstrap it where there is no Python."""
+    place = tmp_path / "a path/checkout"
+    (place / "tools").mkdir(parents=True)
+    shutil.copy(ROOT / "tools/bootstrap.sh", place / "tools")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname", "head", "realpath", "rm", "sed"):
+        (tools / name).symlink_to(shutil.which(name))
+
+    def bootstrap(made_in, line):
+        (place / ".venv/bin").mkdir(parents=True, exist_ok=True)
+        (place / ".venv/bin/activate").write_text(line.format(made_in) + "\n")
+        command = ["bash", str(place / "tools/bootstrap.sh")]
+        done = subprocess.run(command, env={"PATH": str(tools)}, capture_output=True, text=True)
+        assert "no Python 3.12 or newer and no uv on the PATH" in done.stderr
+        return (place / ".venv").exists()
+
+    return place, bootstrap
+
+
+ACTIVATE = ["VIRTUAL_ENV='{}'", '    export VIRTUAL_ENV="{}"', "export VIRTUAL_ENV={}"]
+
+
+@pytest.mark.parametrize("line", ACTIVATE, ids=["uv", "venv", "venv of 3.13"])
+def test_an_environment_made_elsewhere_is_made_anew(checkout, line, tmp_path):
+    place, bootstrap = checkout
+    assert bootstrap(place / ".venv", line)
+    (tmp_path / "link").symlink_to(place)
+    assert bootstrap(tmp_path / "link/.venv", line)
+    assert not bootstrap(f"/elsewhere{place}/.venv", line)
+    assert not bootstrap("/gone/.venv", line)
+
+
+def test_make_sets_up_once_and_again_in_another_place(tmp_path):
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/bootstrap.sh").write_text('mkdir -p "$1"; echo bootstrapped\n')
+
+    def make(place):
+        command = ["make", "-C", str(place), ".venv/.ready"]
+        return "\nbootstrapped" in subprocess.check_output(command, text=True)
+
+    assert [make(tmp_path), make(tmp_path)] == [True, False]
+    moved = shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name} moved")
+    assert [make(moved), make(moved)] == [True, False]
+
+
+def test_set_up_compiles_the_trees_but_not_the_edits_that_sync_set_aside(tmp_path):
+    recipe = re.search(r"\$\(PY\) (.*-m compileall .*?) #", (ROOT / "Makefile").read_text())[1]
+    for name, text in (("core/a.py", "a = 1"), (".fork/discarded/megatron/core/a.py", "a = (")):
+        file = tmp_path / "megatron" / name
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    subprocess.run(f"{sys.executable} {recipe}", shell=True, cwd=tmp_path, env=env, check=True)
+    assert [*tmp_path.glob("megatron/core/__pycache__/a.*.pyc")]

@@ -13,6 +13,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packaging.version import InvalidVersion, Version
+
 from megatron.efa.errors import EfaError
 from megatron.efa.fork import lines, report, state
 from megatron.efa.fork.export import store
@@ -87,6 +89,10 @@ def start(layout: Layout, version: str, *, directory: Path | None = None) -> str
     Raises:
         EfaError: a conflict (then resolve it and `go_on`), or the rebase cannot start.
     """
+    try:
+        Version(version)
+    except InvalidVersion:
+        raise EfaError(f"--to {version} is no version: give one such as 0.19.2") from None
     scratch = Scratch(layout)
     with locked(layout):
         if scratch.directory.exists():
