@@ -8,13 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-
 _IN_USE = "in-use"
 
 
 @contextlib.contextmanager
 def beside(target: Path) -> Iterator[Path]:
-    """A new folder beside `target` (in `.NAME.partial-*`, on the same file system), gone afterwards.
+    """A new folder beside `target` (in `.NAME.partial-*`, same file system), gone afterwards.
 
     A lock is held while it is in use: what a run that was killed left beside the same target is
     recognized by its free lock and removed. Where the file system has no locks nothing is. Raises
