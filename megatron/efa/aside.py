@@ -8,12 +8,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+_IN_USE = "in-use"
+
 
 @contextlib.contextmanager
 def beside(target: Path) -> Iterator[Path]:
-    """A new folder `.NAME.partial-*` beside `target`, on the same file system, gone afterwards.
+    """A new folder beside `target` (in `.NAME.partial-*`, same file system), gone afterwards.
 
-    It is locked while it is in use: what a run that was killed left beside the same target is
+    A lock is held while it is in use: what a run that was killed left beside the same target is
     recognized by its free lock and removed. Where the file system has no locks nothing is. Raises
     OSError.
     """
@@ -23,10 +25,12 @@ def beside(target: Path) -> Iterator[Path]:
         if certain:
             _sweep(target.parent, prefix)
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
-        handle = os.open(scratch, os.O_RDONLY)
+        handle = os.open(scratch / _IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
         _lock(handle)
     try:
-        yield scratch
+        made = scratch / "made"  # not the folder itself: it may be moved away, without the lock
+        made.mkdir()
+        yield made
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         os.close(handle)
@@ -48,7 +52,8 @@ def alone(folder: Path) -> Iterator[bool]:
 def _sweep(folder: Path, prefix: str) -> None:
     for left in folder.iterdir():
         if left.name.startswith(prefix) and left.is_dir() and not left.is_symlink():
-            handle = os.open(left, os.O_RDONLY)
+            # A folder without the file was left in the middle of `beside`, for we hold the lock.
+            handle = os.open(left / _IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 if _lock(handle):
                     shutil.rmtree(left, ignore_errors=True)

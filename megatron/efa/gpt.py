@@ -76,11 +76,20 @@ _straggler = StragglerDetector()
 
 
 def check(args: Namespace) -> None:
-    """Raise EfaError if what `args` ask of the data, or leave out, cannot run here.
+    """Raise EfaError if what `args` ask of the layers or the data, or leave out, cannot run here.
 
     Upstream's own checks of the data's arguments run here too, before any process group is made.
     """
     missing.check(args)
+    if (
+        args.transformer_impl == "transformer_engine"
+        and args.spec is None
+        and importlib.util.find_spec("transformer_engine") is None
+    ):
+        raise EfaError(
+            "--transformer-impl transformer_engine, which is Megatron's default, needs Transformer "
+            "Engine, which is not installed here: give --transformer-impl local, or install it"
+        )
     packs = "--sft" if args.sft else "--dataloader-inter-document-masking"
     if _packed(args) and args.transformer_impl == "local":
         raise EfaError(

@@ -31,7 +31,7 @@ def figure(said, label):
 
 
 def test_it_learns_sums_up_and_can_be_trained_on(tmp_path):
-    words = ["train.train_iters=12", "train.lr_warmup_iters=2", "train.eval_interval=6"]
+    words = ["train.train_iters=12", "train.eval_interval=6"]
     tool = [sys.executable, "tools/quickstart.py", "--runs", str(tmp_path)]
     said = run([*tool, *words, "train.log_interval=2"])
 

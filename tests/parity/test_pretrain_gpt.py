@@ -167,6 +167,12 @@ def test_the_rerun_state_machine_watches_the_loss(ours, tmp_path):
         (["--load", "x", "--ckpt-convert-format", "torch"], "this does not hold: args.ckpt_conv"),
         (["--eval-interval", "0"], "--eval-interval is missing"),
         (["--sft"], "--sft packs documents into one sequence"),
+        (
+            ["--transformer-impl", "transformer_engine"],
+            "Transformer Engine, which is not installed",
+        ),
+        (["parallel.context_parallel_size=2"], "--context-parallel-size above 1 needs"),
+        (["model.moe_grouped_gemm=true"], "--moe-grouped-gemm needs"),
         (["--checkpoint-activations"], "Megatron refuses these arguments"),
         (["train.lr=3"], "lr is set twice, by --lr on the command line and by train.lr"),
         (["--nm-layers", "3"], "there is no flag --nm-layers; did you mean --num-layers?"),

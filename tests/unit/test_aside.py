@@ -23,7 +23,7 @@ def test_the_folder_is_beside_the_target_and_gone_afterwards(tmp_path):
     def interrupted():
         with aside.beside(target) as scratch:
             (scratch / "half").write_text("x")
-            assert scratch.parent == target.parent
+            assert scratch.parent.parent == target.parent
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -48,6 +48,23 @@ def test_what_a_killed_run_left_is_removed_by_the_next_and_nothing_else(tmp_path
         assert left not in names(tmp_path)
         assert len({first, second}) == 2
     assert names(tmp_path) == [".other.partial-x", ".out.partial-file"]
+
+
+def test_what_is_made_inside_another_folder_that_is_being_made_does_not_wait_for_it(tmp_path):
+    with aside.beside(tmp_path / "outer") as outer, aside.beside(outer / "inner") as inner:
+        (inner / "file").write_text("x")
+        with aside.alone(outer) as certain:
+            (inner / "file").replace(outer / "file")
+    assert certain
+    assert names(tmp_path) == []
+
+
+def test_what_was_made_can_be_moved_to_the_target(tmp_path):
+    with aside.beside(tmp_path / "out") as made:
+        (made / "file").write_text("x")
+        made.replace(tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["file"]
 
 
 def test_one_at_a_time_moves_its_files_in(tmp_path):

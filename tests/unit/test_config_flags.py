@@ -183,6 +183,15 @@ def test_every_example_is_known_to_megatron(upstream, ours):
         upstream.parse_args([word for setting in found for word in ours.of(setting)])
 
 
+@pytest.mark.parametrize("cluster", ["cpu", "gpu"])
+@pytest.mark.parametrize("model", sorted(p.stem for p in (EXAMPLES / "model").glob("*.yaml")))
+def test_every_example_model_rotates_as_megatron_can(cluster, model):
+    found = compose(str(EXAMPLES / "mock.yaml"), [f"cluster={cluster}", f"model={model}"])
+    args = {setting.key: setting.value for setting in found}
+    if args.get("multi_latent_attention") and args["rope_type"] != "yarn":
+        assert args.get("apply_rope_fusion") is False  # true by default, and then refused
+
+
 MISTAKES = {
     "unknown": ("num_layer", 3, "Megatron has no argument 'num_layer'; did you mean num_layers?"),
     "far": ("qqqq", 3, "Megatron has no argument 'qqqq'"),

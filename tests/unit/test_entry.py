@@ -46,6 +46,19 @@ def test_what_configure_returns_is_trained(run):
     assert trained == [["--lr", "1"]]
 
 
+def test_one_process_needs_no_torchrun(monkeypatch, run):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that what the entry sets goes with the test
+        monkeypatch.delenv(name)
+    met = []
+    assert entry.run(lambda: None, lambda _: met.append(os.environ["MASTER_ADDR"]), []) == 0
+    assert met == ["127.0.0.1"]
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # here someone else was to say where
+    assert entry.run(lambda: None, lambda _: met.append(os.environ.get("MASTER_ADDR")), []) == 0
+    assert met[1] is None
+
+
 @pytest.mark.parametrize("error", [AssertionError("too\nbig"), ValueError("too big")])
 def test_upstreams_refusal_is_one_line(run, error):
     code, told = run(refuse(error))

@@ -150,7 +150,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, number):
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(file)]
     command += map(str, (*null(tmp_path / "o"), "--workers", 2))
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    while not list(tmp_path.glob("o/.out.partial-*/*.bin")):
+    while not list(tmp_path.glob("o/.out.partial-*/made/*.bin")):
         assert process.poll() is None, process.stdout.read().decode()
         time.sleep(0.05)
     time.sleep(0.2 * random.random())  # at any moment, also while the workers are being forked
