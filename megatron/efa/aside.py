@@ -1,10 +1,12 @@
 """Making files aside: a hidden folder beside the output, which no run leaves behind for good."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,14 +39,15 @@ def beside(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[bool]:
+def alone(folder: Path, patience_s: float = 60.0) -> Iterator[bool]:
     """Hold the lock of `folder`, so that what two runs move into it cannot mix.
 
-    Gives False where the file system has no locks.
+    Gives False where the file system has no locks. Raises TimeoutError (an OSError) if another
+    process holds the lock for longer than `patience_s` seconds: it is held for renames only.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        yield _lock(handle, wait=True)
+        yield _wait_for_lock(handle, folder, patience_s)
     finally:
         os.close(handle)
 
@@ -55,15 +58,29 @@ def _sweep(folder: Path, prefix: str) -> None:
             # A folder without the file was left in the middle of `beside`, for we hold the lock.
             handle = os.open(left / _IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                if _lock(handle):
+                if _lock(handle) is None:
                     shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(handle)
 
 
-def _lock(handle: int, wait: bool = False) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # held by another, or (NFS, some FUSE) not to be had for a folder
-        return False
+def _wait_for_lock(handle: int, folder: Path, patience_s: float) -> bool:
+    # Polled, since a signal that reaches another thread would not end a blocking call.
+    end = time.monotonic() + patience_s
+    while (failure := _lock(handle)) is not None:
+        if failure.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        if time.monotonic() > end:
+            reason = f"another process has held its lock for {patience_s:.0f} s"
+            raise TimeoutError(errno.ETIMEDOUT, reason, str(folder))
+        time.sleep(0.05)
     return True
+
+
+def _lock(handle: int) -> OSError | None:
+    """Take the lock if it is free; else why not: held, or (NFS, some FUSE) not to be had."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as failure:
+        return failure
+    return None

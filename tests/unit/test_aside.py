@@ -89,3 +89,15 @@ def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
     with aside.beside(tmp_path / "out"):
         pass
     assert names(tmp_path) == [".out.partial-x"]
+
+
+def test_a_lock_that_is_never_given_back_is_an_error_and_no_hang(tmp_path):
+    def impatient():
+        with aside.alone(tmp_path, patience_s=0.2):
+            raise AssertionError("it is held by another")
+
+    with (
+        aside.alone(tmp_path),
+        pytest.raises(TimeoutError, match=r"held its lock.*" + tmp_path.name),
+    ):
+        impatient()
