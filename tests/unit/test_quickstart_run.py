@@ -2,13 +2,16 @@
 
 import importlib.util
 import shlex
+import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from megatron.efa.config.compose import compose
+from megatron.efa.emulate import processes
 from megatron.efa.errors import EfaError
 from megatron.efa.quickstart import run
 from megatron.efa.quickstart.prepare import ROOT, Data
@@ -132,3 +135,31 @@ def test_losses_are_told_once_with_the_validation_of_their_step(tmp_path):
 def test_short_paths_are_those_one_types_in_the_root():
     assert run.short(ROOT / "runs" / "x") == "runs/x"
     assert run.short(Path("/elsewhere/x")) == "/elsewhere/x"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(capsys):
+    assert tool().main(["--runs", "/dev/null/runs"]) == 2
+    assert capsys.readouterr().err == "quickstart: /dev/null/runs: Not a directory\n"
+
+
+def test_a_killed_quickstart_takes_its_training_along(tmp_path):
+    training = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    code = (
+        "import sys; from pathlib import Path; from megatron.efa.quickstart import run; "
+        f"run.train([sys.executable, '-c', {training!r}], run.Run(Path(sys.argv[1]), []), print)"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    log = tmp_path / "train.log"
+    wait_for(lambda: log.exists() and log.read_text().endswith("\n"))
+    pid = int(log.read_text())
+    killed.kill()
+    killed.wait()
+    # None when it is gone; Z where nobody has reaped it yet.
+    wait_for(lambda: (processes.stat_fields(pid) or ["Z"])[0] == "Z")
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
