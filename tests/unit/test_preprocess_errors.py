@@ -149,7 +149,13 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, number):
             out.write(('{"text": "' + "1 2 3 4 " * 200 + '5"}\n') * 1000)
     command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(file)]
     command += map(str, (*null(tmp_path / "o"), "--workers", 2))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        # A shell lets what it starts in the background ignore SIGINT, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while not list(tmp_path.glob("o/.out.partial-*/made/*.bin")):
         assert process.poll() is None, process.stdout.read().decode()
         time.sleep(0.05)
