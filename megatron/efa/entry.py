@@ -34,15 +34,12 @@ def run(configure: Callable[[], Any], train: Callable[[Any], None], argv: Sequen
     argument is one line on rank 0's stderr and exit code 2 on every rank.
     """
     rank = int(os.environ.get("RANK", "0"))
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        # One process without torchrun: it meets nobody, at any free port.
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "0")
     try:
         with _warnings_after():
             flags = prepare(argv, rank)
             if flags is None:
                 return 0
+            _be_one_rank_alone()
             sys.argv[1:] = flags
             with refusal.as_sentences():
                 job = configure()
@@ -65,8 +62,7 @@ def run(configure: Callable[[], Any], train: Callable[[Any], None], argv: Sequen
 def prepare(argv: Sequence[str], rank: int = 0) -> list[str] | None:
     """Return the Megatron flags that `argv` comes to, or None if it only asked to be shown.
 
-    Checks the fork and turns the CPU redirection on before anything of Megatron's is imported;
-    makes a process outside torchrun the only rank of a job.
+    Checks the fork and turns the CPU redirection on before anything of Megatron's is imported.
     Raises EfaError for a word or a YAML line that Megatron's parser would not take.
     """
     # Else Megatron asks git for the commit of its folder, and takes our repository's for its own.
@@ -83,7 +79,6 @@ def prepare(argv: Sequence[str], rank: int = 0) -> list[str] | None:
     flags = _megatron_flags(words, settings, rank)
     if flags is not None:
         _check_device()
-        _be_one_rank_alone()
     return flags
 
 

@@ -46,17 +46,20 @@ def test_what_configure_returns_is_trained(run):
     assert trained == [["--lr", "1"]]
 
 
-def test_one_process_needs_no_torchrun(monkeypatch, run):
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # so that what the entry sets goes with the test
-        monkeypatch.delenv(name)
-    met = []
-    assert entry.run(lambda: None, lambda _: met.append(os.environ["MASTER_ADDR"]), []) == 0
-    assert met == ["127.0.0.1"]
-    monkeypatch.delenv("MASTER_ADDR")
-    monkeypatch.setenv("WORLD_SIZE", "2")  # here someone else was to say where
-    assert entry.run(lambda: None, lambda _: met.append(os.environ.get("MASTER_ADDR")), []) == 0
-    assert met[1] is None
+@pytest.mark.parametrize(
+    ("tasks", "code", "met"),
+    [
+        ({}, 0, ["127.0.0.1"]),
+        ({"WORLD_SIZE": "2"}, 2, []),  # here someone else was to say where
+        ({"SLURM_STEP_NUM_TASKS": "4"}, 2, []),
+    ],
+)
+def test_one_process_needs_no_torchrun_but_several_do(no_launcher, run, tasks, code, met):
+    for name, value in tasks.items():
+        no_launcher.setenv(name, value)
+    seen = []
+    assert entry.run(lambda: None, lambda _: seen.append(os.environ["MASTER_ADDR"]), []) == code
+    assert seen == met
 
 
 @pytest.mark.parametrize("error", [AssertionError("too\nbig"), ValueError("too big")])
