@@ -27,6 +27,7 @@ from megatron.efa.config.words import GROUPS
 from megatron.efa.errors import EfaError
 
 TEXT = st.text(st.sampled_from("aZ09 -_=./:,'\"#{}[]()&*!|>%@`~?\\é日"), max_size=12)
+TEXT = TEXT.filter(lambda text: text != "--")  # refused, see below
 ELEMENT = TEXT.filter(lambda text: not text.startswith("-"))
 
 
@@ -217,6 +218,7 @@ MISTAKES = {
     "mapping in list": ("data_path", [{"a": 1}], 'is {"a": 1}, but --data-path wants text'),
     "null in list": ("data_path", ["a", None], "is null, but --data-path wants text"),
     "flag in list": ("data_path", ["a", "-x"], "'-x' would be read as a flag"),
+    "end of flags": ("chat_template", "--", "'--' ends the flags; it cannot be a value"),
     "choice in list": ("moe_router_load_balancing_type", ["aux"], "takes one of aux_loss, "),
     "expression": ("moe_layer_freq", "all", 'is "all", but --moe-layer-freq wants an expression'),
     "ours": ("config", "x.yaml", "Megatron has no argument 'config'"),

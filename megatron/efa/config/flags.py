@@ -80,6 +80,8 @@ def _valued(action: argparse.Action, value: Any, subject: str) -> list[str]:
     flag = _flag(action)
     if action.nargs is None:
         text = _text(action, value, subject)
+        if text == "--":  # argparse drops this word wherever it stands
+            raise EfaError(f"{subject}: '--' ends the flags; it cannot be a value")
         return [f"{flag}={text}"] if text.startswith("-") or not text else [flag, text]
     values = value if isinstance(value, list) else [value]
     if isinstance(action.nargs, int) and len(values) != action.nargs:
