@@ -68,15 +68,25 @@ def test_the_reference_sums_as_exactly_as_its_types_allow(case, out_dtype):
 
 @few
 @given(case=cases())
-def test_quantized_rows_carry_the_reference_s_scales_and_values(interpreted, case):
+def test_quantized_rows_carry_the_scales_of_the_reference(interpreted, case):
     src = case.values(len(case.lengths))
-    codes, scales = row_cases.quantized(case, interpreted["triton_rows"], src)
-    expected, expected_scales = row_cases.quantized(case, rows, src)
-    assert torch.equal(scales, expected_scales)
-    # Neighbouring e4m3 numbers have neighbouring codes. The interpreter breaks ties upwards, and a
-    # mantissa that it rounds up to 8 becomes 0 without a carry; tests/gpu asks for the same bits.
-    difference = expected.int() - codes.int()
-    assert ((difference.abs() <= 1) | ((expected % 8 == 0) & (difference == 8))).all()
+    _, scales = row_cases.quantized(case, interpreted["triton_rows"], src)
+    _, expected = row_cases.quantized(case, rows, src)
+    assert torch.equal(scales, expected)
+
+
+@few
+@given(case=cases(), binade=st.integers(-8, 6))
+def test_numbers_that_e4m3_holds_come_through_as_they_are(interpreted, case, binade):
+    # How others round the interpreter does not show: it forgets carries. See tests/gpu.
+    codes = row_cases.e4m3_codes(case)
+    codes[:, :: rows.GROUP] = 0x7E  # 448: the scale becomes a power of two
+    src = (codes.view(torch.float8_e4m3fn).float() * 2.0**binade).to(case.dtype)
+    got, scales = row_cases.quantized(case, interpreted["triton_rows"], src)
+    named = case.index[case.skipped :].long()
+    owner = torch.repeat_interleave(torch.tensor(case.lengths, dtype=torch.int64))
+    assert torch.equal(got[named] % 128, codes[owner] % 128)  # a zero may lose its sign
+    assert (scales[named] == 2.0**binade).all()
 
 
 @few
@@ -93,8 +103,8 @@ def test_quantized_rows_keep_four_bits_of_each_value(case):
 @few
 @given(case=cases(), dtype=st.sampled_from([torch.float32, torch.float16]))
 def test_dequantized_rows_are_those_of_the_reference(interpreted, case, dtype):
-    _, whole = row_cases.dequantized(case, interpreted["triton_rows"], dtype)
-    _, expected = row_cases.dequantized(case, rows, dtype)
+    whole = row_cases.dequantized(case, interpreted["triton_rows"], dtype)
+    expected = row_cases.dequantized(case, rows, dtype)
     assert torch.equal(whole, expected)
 
 
