@@ -2,10 +2,11 @@
 PY := .venv/bin/python
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup quickstart test lint format clean
+.PHONY: help setup quickstart test test-gpu lint format clean
 help:
 	@echo "make quickstart  train a small mixture of experts on an emulated cluster (about 3 minutes after set-up)"
 	@echo "make test        lint and run every test that this machine can run"
+	@echo "make test-gpu    the tests that need a CUDA device, alone"
 	@echo "make setup       virtual environment and the patched upstream, nothing else"
 	@echo "make format      format and mend what ruff can mend"
 	@echo "make clean       remove the environment and the generated trees (runs/ stays)"
@@ -31,6 +32,10 @@ lint: .venv/.ready
 
 test: setup lint
 	$(PY) -m pytest
+
+test-gpu: setup
+	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: PyTorch sees no CUDA device here")'
+	$(PY) -m pytest -m gpu
 
 format: .venv/.ready
 	$(PY) -m ruff format .

@@ -1,8 +1,6 @@
 """The row primitives of the expert path: Triton's kernels, interpreted, against plain PyTorch."""
 
 import importlib
-import os
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.efa import expert
 from megatron.efa.errors import EfaError
 from megatron.efa.expert import kernels, lists, rows
 from tests import row_cases
@@ -28,8 +27,9 @@ def interpreted():
         for name in names.values():
             patch.delitem(sys.modules, name, raising=False)
         yield {name: importlib.import_module(full) for name, full in names.items()}
-        for name in names.values():
-            sys.modules.pop(name)
+        for name, full in names.items():
+            sys.modules.pop(full)
+            delattr(expert, name)  # else `from megatron.efa.expert import` would still find it
 
 
 @st.composite
@@ -189,13 +189,14 @@ def e4m3(n):
     return torch.zeros(n, 8).to(torch.float8_e4m3fn)
 
 
-def test_cpus_do_without_triton():
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch; from megatron.efa.expert import kernels\n"
-        "offsets, index, _ = kernels.lists_of(torch.ones(3, 2, dtype=torch.bool), 6)\n"
-        "out = torch.empty(3, 4)\n"
-        "kernels.collect(torch.ones(6, 4), offsets, index, out)\n"
-        "assert (out == 2).all()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ, timeout=300)
+def test_cpus_do_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if not installed
+    monkeypatch.setattr(expert, "kernels", kernels)  # put back afterwards
+    for name in ("kernels", "triton_rows", "triton_lists"):
+        monkeypatch.delitem(sys.modules, f"megatron.efa.expert.{name}", raising=False)
+    fresh = importlib.import_module("megatron.efa.expert.kernels")
+    offsets, index, _ = fresh.lists_of(torch.ones(3, 2, dtype=torch.bool), 6)
+    out = torch.empty(3, 4)
+    fresh.collect(torch.ones(6, 4), offsets, index, out)
+    assert (out == 2).all()
+    assert "megatron.efa.expert.triton_rows" not in sys.modules

@@ -50,13 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table, write FILE. Raises EfaError without a GPU."""
-    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        raise EfaError("bench kernels measures a CUDA device with Triton: this machine lacks one")
     if args.experts % (args.nodes * args.ranks_per_node):
         raise EfaError(
             f"--experts {args.experts} cannot be dealt to {args.nodes} x {args.ranks_per_node}"
             " ranks evenly: give a multiple"
         )
+    if not 0 < args.topk <= args.experts:
+        raise EfaError(f"--topk {args.topk} is not between 1 and --experts {args.experts}")
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        raise EfaError("bench kernels measures a CUDA device with Triton: this machine lacks one")
     layer = Layer(
         args.tokens, args.hidden, args.experts, args.topk, args.nodes, args.ranks_per_node
     )
@@ -94,6 +96,8 @@ def _row_operations(work: RankWork, hidden: int, dtype: torch.dtype) -> Iterator
         ("forward to ranks", work.forward, True),
         ("expand to experts", work.expand, False),
     ):
+        if not lists.copies:  # one node: nothing is packed
+            continue
         src, out = _values(lists.rows, hidden, dtype), _values(lists.copies, hidden, dtype)
         if packed:
             out = _message_rows(lists.copies, row)[:, :row].view(dtype)
@@ -128,12 +132,13 @@ def _fp8_operations(work: RankWork, hidden: int, dtype: torch.dtype) -> Iterator
         return whole, values.view(torch.float8_e4m3fn), scales.view(torch.float32)
 
     lists = work.pack
-    plain, (_, out, scales) = _values(lists.rows, hidden, dtype), message(lists.copies)
-    yield (
-        "pack for nodes, quantizing",
-        lists.bytes_moved(row, fp8_row),
-        partial(kernels.spread_quantized, plain, lists.offsets, lists.index, out, scales),
-    )
+    if lists.copies:
+        plain, (_, out, scales) = _values(lists.rows, hidden, dtype), message(lists.copies)
+        yield (
+            "pack for nodes, quantizing",
+            lists.bytes_moved(row, fp8_row),
+            partial(kernels.spread_quantized, plain, lists.offsets, lists.index, out, scales),
+        )
     lists = work.forward
     (src, *_), (out, *_) = message(lists.rows), message(lists.copies)
     yield (
@@ -290,9 +295,11 @@ def _print(records: list[dict[str, Any]]) -> None:
 def _machine() -> dict[str, Any]:
     import triton
 
+    words = sys.argv[1:]
+    words = words[words.index("kernels") + 1 :] if "kernels" in words else words
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["megatron-efa", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", __spec__.name, *words]),
         "device": torch.cuda.get_device_name(),
         "versions": {
             "torch": torch.__version__,

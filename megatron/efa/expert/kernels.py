@@ -125,7 +125,14 @@ def _rows_for(tensor: torch.Tensor, e4m3: bool = False) -> ModuleType:
 
 
 def _on_triton(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and _HAS_TRITON
+    if not (tensor.is_cuda and _HAS_TRITON):
+        return False
+    if tensor.get_device() != torch.cuda.current_device():  # where Triton launches
+        raise EfaError(
+            f"rows on {tensor.device} cannot be moved while cuda:{torch.cuda.current_device()} is"
+            " the current device: call torch.cuda.set_device first"
+        )
+    return True
 
 
 def _check_lists(

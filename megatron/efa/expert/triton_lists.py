@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-MARKS = 4096  # of the mask that a program holds: 32 a thread with 4 warps
+MARKS = 1024  # of the mask that a program holds: 8 a thread with 4 warps
 WARPS = 4
 
 

@@ -15,16 +15,20 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.efa.expert.rows import E4M3_MAX, GROUP, SMALLEST_AMAX
+from megatron.efa.expert.rows import E4M3_MAX, E4M3_MAX_INVERSE, GROUP, SMALLEST_AMAX
 
-# Bytes of a row, or groups of it, that a program moves, and its warps (docs/kernels.md: figures).
-SPREAD_BYTES, SPREAD_WARPS = 4096, 4
-COLLECT_BYTES, COLLECT_WARPS = 2048, 4
-QUANTIZED_GROUPS, QUANTIZED_WARPS = 8, 4
+# The fastest of what was tried on an H200. A thread moves 32 bytes of a row (dequantizing it writes
+# 64); a spread is best with whole rows, a sum with short pieces, of which more wait at a time.
+SPREAD_BYTES = 16384
+COLLECT_BYTES = 2048
+BYTES_A_WARP = 32 * 32
+QUANTIZED_GROUPS, QUANTIZED_WARPS = 16, 4
+DEQUANTIZED_GROUPS, DEQUANTIZED_WARPS = 16, 2
 
 # Constants of a kernel must be constexpr.
 _GROUP = tl.constexpr(GROUP)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
+_E4M3_MAX_INVERSE = tl.constexpr(E4M3_MAX_INVERSE)
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 _ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -58,19 +62,6 @@ def _spread(
             tl.store(out + target * out_stride * UNIT + column, values, mask=inside)
 
 
-@triton.jit
-def _entry(sources, entry, last):
-    """The row that an entry names; any row, here 0, past the end of the list."""
-    return tl.load(sources + entry, mask=entry < last, other=0).to(tl.int64)
-
-
-@triton.jit
-def _row(src, step, row, entry, last, column, width):
-    """One block of a row; zeros past the end of the list."""
-    end = tl.where(entry < last, width, 0)
-    return tl.load(src + row * step + column, mask=column < end, other=0.0)
-
-
 @triton.jit(do_not_specialize=["width", "src_stride", "out_stride"])
 def _collect(
     src,
@@ -87,27 +78,14 @@ def _collect(
     first = tl.load(offsets + row)
     last = tl.load(offsets + row + 1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    width *= UNIT
-    step = src_stride.to(tl.int64) * UNIT
+    inside = column < width * UNIT
     total = tl.full([BLOCK], 0.0, tl.float32)
-    # Four rows are asked for before the first is waited for: without that, the compiler puts each
-    # sum right behind its load. The order of the sums is the list's. A zero added past the end of
-    # a list changes nothing, since a sum that starts at +0 is never -0.
-    for entry in range(first, last, 4):
-        row_0 = _entry(sources, entry, last)
-        row_1 = _entry(sources, entry + 1, last)
-        row_2 = _entry(sources, entry + 2, last)
-        row_3 = _entry(sources, entry + 3, last)
-        values_0 = _row(src, step, row_0, entry, last, column, width)
-        values_1 = _row(src, step, row_1, entry + 1, last, column, width)
-        values_2 = _row(src, step, row_2, entry + 2, last, column, width)
-        values_3 = _row(src, step, row_3, entry + 3, last, column, width)
-        total += values_0.to(tl.float32)
-        total += values_1.to(tl.float32)
-        total += values_2.to(tl.float32)
-        total += values_3.to(tl.float32)
+    for entry in range(first, last):
+        source = tl.load(sources + entry).to(tl.int64)
+        values = tl.load(src + source * src_stride * UNIT + column, mask=inside, other=0.0)
+        total += values.to(tl.float32)
     at = out + row * out_stride * UNIT + column
-    tl.store(at, total.to(out.dtype.element_ty), mask=column < width)
+    tl.store(at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["width", "src_stride", "out_stride", "scale_stride"])
@@ -135,11 +113,11 @@ def _spread_quantized(
         values = tl.load(src + row * src_stride * UNIT + column, mask=inside, other=0.0)
         values = values.to(tl.float32)
         amax = tl.reduce(tl.abs(values), 1, _larger)
-        scale = tl.div_rn(_larger(amax, _SMALLEST_AMAX), _E4M3_MAX)
-        quotient = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
-        # A quotient may be one rounding above the largest value, never more.
-        quotient = tl.clamp(quotient, -_E4M3_MAX, _E4M3_MAX, propagate_nan=_ALL_NAN)
-        quantized = quotient.to(tl.float8e4nv)
+        scale = _larger(amax, _SMALLEST_AMAX) * _E4M3_MAX_INVERSE
+        inverse = tl.div_rn(1.0, scale)
+        # A value may be a rounding above the largest; reference and kernel cut it off alike.
+        scaled = tl.clamp(values * inverse[:, None], -_E4M3_MAX, _E4M3_MAX, propagate_nan=_ALL_NAN)
+        quantized = scaled.to(tl.float8e4nv)
         for entry in range(first, last):
             target = tl.load(targets + entry).to(tl.int64)
             tl.store(out + target * out_stride * UNIT + column, quantized, mask=inside)
@@ -184,10 +162,16 @@ def _unit(*counts: int, limit: int) -> int:
     return unit
 
 
-def _blocks(width: int, block: int) -> tuple[int, int]:
-    """(columns a program moves, programs a row): no wider than the row needs, at least a vector."""
-    block = min(block, max(16, 1 << (width - 1).bit_length()))
-    return block, -(-width // block)
+def _blocks(width: int, itemsize: int, most_bytes: int) -> tuple[int, int, int]:
+    """(columns a program moves, programs a row, warps), for a row of `width` columns."""
+    block = min(most_bytes // itemsize, max(16, 1 << (width - 1).bit_length()))
+    return block, -(-width // block), max(1, block * itemsize // BYTES_A_WARP)
+
+
+def _groups(width: int, most: int) -> tuple[int, int]:
+    """(groups a program moves, programs a row), for a row of `width` columns."""
+    groups = min(most, 1 << (-(-width // GROUP) - 1).bit_length())
+    return groups, -(-width // (groups * GROUP))
 
 
 def spread(
@@ -198,7 +182,7 @@ def spread(
         src, out = src.view(torch.uint8), out.view(torch.uint8)
     n, width = src.shape
     unit = _unit(width, src.stride(0), out.stride(0), limit=max(1, 16 // src.element_size()))
-    block, per_row = _blocks(width, SPREAD_BYTES // src.element_size())
+    block, per_row, warps = _blocks(width, src.element_size(), SPREAD_BYTES)
     _spread[(n, per_row)](
         src,
         src.stride(0) // unit,
@@ -209,7 +193,7 @@ def spread(
         width // unit,
         UNIT=unit,
         BLOCK=block,
-        num_warps=SPREAD_WARPS,
+        num_warps=warps,
     )
 
 
@@ -219,7 +203,7 @@ def collect(
     """`rows.collect` on the device: src [M, H], offsets [N + 1], sources [M], out [N, H]."""
     n, width = out.shape
     unit = _unit(width, src.stride(0), out.stride(0), limit=max(1, 16 // src.element_size()))
-    block, per_row = _blocks(width, COLLECT_BYTES // src.element_size())
+    block, per_row, warps = _blocks(width, src.element_size(), COLLECT_BYTES)
     _collect[(n, per_row)](
         src,
         src.stride(0) // unit,
@@ -230,7 +214,7 @@ def collect(
         width // unit,
         UNIT=unit,
         BLOCK=block,
-        num_warps=COLLECT_WARPS,
+        num_warps=warps,
     )
 
 
@@ -244,8 +228,8 @@ def spread_quantized(
     """`rows.spread_quantized` on the device: out [>= M, H] e4m3, scales [>= M, ceil(H / 128)]."""
     n, width = src.shape
     unit = _unit(width, src.stride(0), out.stride(0), limit=16)
-    groups = min(QUANTIZED_GROUPS, max(1, 1 << (-(-width // GROUP) - 1).bit_length()))
-    _spread_quantized[(n, -(-width // (groups * GROUP)))](
+    groups, per_row = _groups(width, QUANTIZED_GROUPS)
+    _spread_quantized[(n, per_row)](
         src,
         src.stride(0) // unit,
         offsets,
@@ -271,8 +255,8 @@ def spread_dequantized(
     """`rows.spread_dequantized` on the device: src [N, H] e4m3, scales [N, ceil(H / 128)]."""
     n, width = src.shape
     unit = _unit(width, src.stride(0), out.stride(0), limit=16)
-    groups = min(QUANTIZED_GROUPS, max(1, 1 << (-(-width // GROUP) - 1).bit_length()))
-    _spread_dequantized[(n, -(-width // (groups * GROUP)))](
+    groups, per_row = _groups(width, DEQUANTIZED_GROUPS)
+    _spread_dequantized[(n, per_row)](
         src,
         src.stride(0) // unit,
         scales,
@@ -284,5 +268,5 @@ def spread_dequantized(
         width // unit,
         UNIT=unit,
         GROUPS=groups,
-        num_warps=QUANTIZED_WARPS,
+        num_warps=DEQUANTIZED_WARPS,
     )
