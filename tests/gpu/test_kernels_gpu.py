@@ -112,7 +112,8 @@ def test_dequantized_rows_have_the_bits_of_the_reference(shape, dtype):
 
 
 @pytest.mark.parametrize(
-    ("n", "destinations"), [(1, 1), (5, 200), (4096, 4), (29000, 8), (777, 32)]
+    ("n", "destinations"),
+    [(1, 1), (5, 200), (4096, 4), (29000, 8), (777, 32), (9000, 256), (99, 1024), (9, 2000)],
 )
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.1])
 def test_marks_are_numbered_by_destination_and_listed_by_row(n, destinations, density):

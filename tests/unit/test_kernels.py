@@ -142,6 +142,7 @@ def test_marks_are_numbered_by_destination_and_listed_by_row(
         code = interpreted["triton_lists"]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(code, "MARKS", 16)  # so that a small mask takes several programs
+            patch.setattr(code, "LEAST_ROWS", 2)
             row_cases.check_lists(mask, code)
 
 

@@ -104,12 +104,7 @@ def lists_of(mask: torch.Tensor, entries: int) -> tuple[torch.Tensor, torch.Tens
     offsets = torch.empty(n + 1, dtype=torch.int32, device=mask.device)
     targets = torch.empty(entries, dtype=torch.int32, device=mask.device)
     counts = torch.empty(destinations, dtype=torch.int32, device=mask.device)
-    if _on_triton(mask) and mask.numel():
-        from megatron.efa.expert import triton_lists
-
-        triton_lists.lists_of(mask, offsets, targets, counts)
-    else:
-        lists.lists_of(mask, offsets, targets, counts)
+    _lists_for(mask).lists_of(mask, offsets, targets, counts)
     return offsets, targets, counts
 
 
@@ -122,6 +117,15 @@ def _rows_for(tensor: torch.Tensor, e4m3: bool = False) -> ModuleType:
     from megatron.efa.expert import triton_rows
 
     return triton_rows
+
+
+def _lists_for(mask: torch.Tensor) -> ModuleType:
+    """The module whose function takes this mask."""
+    if not (_on_triton(mask) and mask.numel()):
+        return lists
+    from megatron.efa.expert import triton_lists
+
+    return triton_lists if mask.shape[1] <= triton_lists.MOST_DESTINATIONS else lists
 
 
 def _on_triton(tensor: torch.Tensor) -> bool:

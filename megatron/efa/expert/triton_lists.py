@@ -9,8 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-MARKS = 1024  # of the mask that a program holds: 8 a thread with 4 warps
-WARPS = 4
+MARKS = 1024  # of the mask that a program holds, 8 a thread,
+LEAST_ROWS = 32  # or these rows of it, for every block of rows reads the counts of all blocks
+MARKS_A_WARP, MOST_WARPS = 256, 16
+MOST_DESTINATIONS = 1024  # beyond, a program's part of the mask does not fit its registers
 
 
 @triton.jit
@@ -86,12 +88,13 @@ def lists_of(
     """`lists.lists_of` on the device: mask [N, D] bool with N, D > 0; the rest int32."""
     n, destinations = mask.shape
     d = max(2, 1 << (destinations - 1).bit_length())
-    rows = max(2, MARKS // d)
+    rows = max(LEAST_ROWS, MARKS // d)
+    warps = min(MOST_WARPS, max(1, rows * d // MARKS_A_WARP))
     blocks = -(-n // rows)
     parts = torch.empty(blocks, d, dtype=torch.int32, device=mask.device)
     marks = mask.view(torch.uint8)
     shape = (marks, marks.stride(0), marks.stride(1), n, destinations, parts)
-    _count[(blocks,)](*shape, ROWS=rows, D=d, num_warps=WARPS)
+    _count[(blocks,)](*shape, ROWS=rows, D=d, num_warps=warps)
     _fill[(blocks,)](
-        *shape, blocks, offsets, targets, targets.numel(), counts, ROWS=rows, D=d, num_warps=WARPS
+        *shape, blocks, offsets, targets, targets.numel(), counts, ROWS=rows, D=d, num_warps=warps
     )
