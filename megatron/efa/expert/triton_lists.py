@@ -12,7 +12,7 @@ import triton.language as tl
 MARKS = 1024  # of the mask that a program holds, 8 a thread,
 LEAST_ROWS = 32  # or these rows of it, for every block of rows reads the counts of all blocks
 MARKS_A_WARP, MOST_WARPS = 256, 16
-MOST_DESTINATIONS = 1024  # beyond, a program's part of the mask does not fit its registers
+MOST_DESTINATIONS = 256  # 128 bytes of shared memory each: more than this fails on some GPUs
 
 
 @triton.jit
