@@ -1,0 +1,90 @@
+"""Whether a collective goes two-level, and into how many pieces it is cut.
+
+Decided from what all ranks of a group know alike: the message's size, the group's shape and the
+cluster's links. Times are those of the alpha-beta model (`Link`), for a ring in a flat group and
+for each stage of the two levels; a ring's chain of N nodes with P members each passes N far links
+and R - N near ones, R = N P, and (R-1)/R of the message leaves every node, over P members' links.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.efa.cluster.current import current
+from megatron.efa.cluster.model import Cluster, Link
+from megatron.efa.groups import TwoLevel
+
+Mode = Literal["off", "auto", "on"]
+"""`off`: the flat group. `on`: two levels wherever a group has them. `auto`: what is faster."""
+
+UNKNOWN_FAR = Link(peak=50e9, latency=20e-6)
+UNKNOWN_NEAR = Link(peak=400e9, latency=5e-6)
+"""Where the cluster does not tell: a GPU of p5 to p6-b200 (EFA 400 Gbit/s; NVLink 900 GB/s both
+ways together, of which NCCL reaches about 400)."""
+
+MARGIN = 0.9
+"""Two levels must promise at most this share of the flat time: the model has no contention."""
+
+MOST_PIECES = 8
+SHARE = 0.8
+"""Of a link's peak rate: what a message on the rail should reach."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    two_level: bool
+    pieces: int
+
+
+FLAT = Plan(False, 1)
+
+
+def links(cluster: Cluster) -> tuple[Link, Link]:
+    """The near and the far link, or what stands for those that are not known."""
+    return cluster.near or UNKNOWN_NEAR, cluster.far or UNKNOWN_FAR
+
+
+def plan(two: TwoLevel, size: int, passes: int, mode: Mode = "auto") -> Plan:
+    """Plan a collective of `size` bytes: the whole message, R chunks of it for a scatter or gather.
+
+    `passes` is 2 for an all-reduce, 1 for one half of it.
+    """
+    if mode == "off" or not two.spans_nodes:
+        return FLAT
+    near, far = links(current())
+    pieces = _pieces(two, size, far)
+    if mode == "auto":
+        ours = two_level_seconds(two, size, passes, pieces, near, far)
+        if ours > MARGIN * flat_seconds(two, size, passes, near, far):
+            return FLAT
+    return Plan(True, pieces)
+
+
+def _pieces(two: TwoLevel, size: int, far: Link) -> int:
+    """As many as still send rail messages that reach `SHARE` of the far link's peak."""
+    whole = size / two.per_node / two.nodes
+    return max(1, min(MOST_PIECES, int(whole / far.size_at(SHARE))))
+
+
+def flat_seconds(two: TwoLevel, size: int, passes: int, near: Link, far: Link) -> float:
+    """Modelled time of a ring over the flat group."""
+    ranks = two.nodes * two.per_node
+    crossing = size * (ranks - 1) / ranks
+    latency = two.nodes * far.latency + (ranks - two.nodes) * near.latency
+    return passes * (latency + max(crossing / two.per_node / far.peak, crossing / near.peak))
+
+
+def two_level_seconds(
+    two: TwoLevel, size: int, passes: int, pieces: int, near: Link, far: Link
+) -> float:
+    """Modelled time of both levels: the longer of the two, plus what cutting leaves uncovered."""
+    in_node = size * (two.per_node - 1) / two.per_node / near.peak
+    on_rail = size / two.per_node * (two.nodes - 1) / two.nodes / far.peak
+    latency = (two.per_node - 1) * near.latency + (two.nodes - 1) * far.latency
+    covered = max(in_node, on_rail) + min(in_node, on_rail) / pieces
+    return passes * (latency + covered)
+
+
+def cut(count: int, pieces: int, unit: int = 1) -> list[slice]:
+    """Cut `count` elements into at most `pieces` ranges, multiples of `unit` but for the last."""
+    step = max(unit, -(-count // pieces // unit) * unit)
+    return [slice(at, min(at + step, count)) for at in range(0, count, step)]
