@@ -64,10 +64,7 @@ def reduce_rows(
 
     Spoils `rows` if `dtype` is theirs.
     """
-    if output.dtype == dtype:
-        total = output.copy_(rows[0])
-    else:
-        total = rows[0].to(dtype)
+    total = output.copy_(rows[0]) if output.dtype == dtype else rows[0].to(dtype)
     for row in rows[1:]:
         _into(op)(total, row)
     if divisor != 1:
