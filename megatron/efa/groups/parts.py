@@ -69,6 +69,7 @@ def two_level(group: Any, purpose: str = "", by: By = "domain") -> TwoLevel:
     together; the purpose also names them for the flight recorder. Raises EfaError if torch cannot
     make them, or the cluster described has not as many ranks as the job.
     """
+    group = dist.group.WORLD if group is None else group
     ranks = tuple(dist.get_process_group_ranks(group))
     key = (ranks, purpose, by)
     if key not in _made:
