@@ -58,6 +58,11 @@ def expect(axis: str, purpose: str) -> None:
     _expected.add((axis, purpose))
 
 
+def unexpect() -> None:
+    """Forget what `expect` was told."""
+    _expected.clear()
+
+
 def makes(kwargs: Mapping[str, Any]) -> bool:
     """Whether `make` takes this call of upstream's `create_group`."""
     return _on and kwargs["ranks"] is not None and kwargs["backend"] not in ("mpi", "ucc")
