@@ -45,6 +45,12 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         action="store_true",
         help="show the composed YAML and the flags it becomes, and exit",
     )
+    group.add_argument(
+        "--efa-groups",
+        action="store_true",
+        help="process groups made by their members alone and connected before the first step "
+        "(docs/groups.md)",
+    )
     return parser
 
 
