@@ -1,0 +1,1 @@
+"""What the paths gain: measured beside upstream, in one process group, on emulated nodes."""
