@@ -33,13 +33,14 @@ MODEL = shlex.split(
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     "--num-experts 32 --moe-router-topk 8 --moe-ffn-hidden-size 32 --moe-router-dtype fp32 "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 1023 "
     "--make-vocab-size-divisible-by 32 --micro-batch-size 1 --lr 1e-3 --min-lr 1e-4 "
     "--lr-decay-style cosine --lr-warmup-iters 0 "
     "--lr-decay-iters 100 --weight-decay 0.1 --clip-grad 1 --seed 1234 --log-interval 1 "
     "--eval-iters 0 --eval-interval 1000 --num-workers 0 --distributed-timeout-minutes 5 "
     "--no-check-for-nan-in-loss-and-grad"
 )
+
+MADE_UP_DATA = shlex.split("--mock-data --tokenizer-type NullTokenizer --vocab-size 1023")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,8 +160,10 @@ def _flags(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
     """Megatron's flags that all arms share; of two that say the same thing the last counts."""
     world = args.nodes * args.ranks_per_node
     backend = "nccl" if args.gpu else "gloo"
+    own_data = any(word.startswith(("--data-path", "--train-data-path")) for word in extra)
     return [
         *MODEL,
+        *(() if own_data else MADE_UP_DATA),
         *("--expert-model-parallel-size", str(world), "--moe-token-dispatcher-type", "alltoall"),
         *("--global-batch-size", str(2 * world), "--distributed-backend", backend),
         *("--transformer-impl", "local", "--no-gradient-accumulation-fusion"),
