@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +33,22 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "gpus": _gpu_names(),
     }
+
+
+def _gpu_names() -> list[str]:
+    """Names of the GPUs, asked of the driver's tool: this process must stay free of CUDA to fork."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return answer.stdout.splitlines() if answer.returncode == 0 else []
 
 
 def _cpu_name() -> str:
