@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
 
 
 def _gpu_names() -> list[str]:
-    """Names of the GPUs, asked of the driver's tool: this process must stay free of CUDA to fork."""
+    """Names of the GPUs, from the driver's tool: a process that forks must not touch CUDA."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
