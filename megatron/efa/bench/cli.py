@@ -11,6 +11,10 @@ from typing import Any
 from megatron.efa.errors import EfaError
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
+    "collectives": (
+        "megatron.efa.bench.collectives",
+        "collectives, flat and on two levels",
+    ),
     "expert": ("megatron.efa.bench.expert", "dispatch and combine of an expert layer"),
     "step": ("megatron.efa.bench.step", "training steps with each path on and off"),
 }
