@@ -51,6 +51,13 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="process groups made by their members alone and connected before the first step "
         "(docs/groups.md)",
     )
+    group.add_argument(
+        "--efa-data-parallel",
+        choices=("off", "auto", "on"),
+        default="off",
+        help="gradients and parameters of data parallelism in the node first, then along rails: "
+        "where that is faster (auto), or wherever a group has both (on) (docs/data-parallel.md)",
+    )
     return parser
 
 

@@ -10,8 +10,8 @@ from megatron.efa.bench.collectives_rank import Case, Seen, Turns
 def bound(collective: str, size: int, nodes: int, per_node: int) -> float:
     """Fewest bytes that must leave the nodes, all together, for `size` bytes.
 
-    Reductions and gathers: each node, taken as one rank of N, sends (N-1)/N of the message, twice
-    for an all-reduce (Patarasu and Yuan, 2009). An all-to-all: what is for other nodes. A broadcast: the
+    Reductions and gathers: each node, as one rank of N, sends (N-1)/N of the message, twice for an
+    all-reduce (Patarasu and Yuan, 2009). An all-to-all: what is for other nodes. A broadcast: the
     message, to each other node.
     """
     if collective == "broadcast":

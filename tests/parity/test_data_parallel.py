@@ -1,0 +1,40 @@
+"""With gradients and parameters on two levels, training gives upstream's losses and norms."""
+
+import math
+
+import pytest
+
+from tests.parity.layouts import DISTRIBUTED, OVERLAP, ep
+
+STEPS = 4
+ON = ["--efa-data-parallel", "on"]
+ACCUMULATED = ["--ddp-reduce-scatter-with-fp32-accumulation"]
+# name -> (ranks, ranks a node, flags). Of expert groups some span nodes and some do not.
+LAYOUTS = {
+    "all-reduce": (4, 2, ["--overlap-grad-reduce"]),
+    "experts, distributed optimizer, both overlaps": (8, 4, [*ep(2), *OVERLAP]),
+    "mean in the collective": (4, 2, [*DISTRIBUTED, "--ddp-average-in-collective"]),
+    "bf16, summed in fp32": (8, 2, [*ep(2), *OVERLAP, "--bf16", *ACCUMULATED]),
+    "two instances of the optimizer": (
+        8,
+        2,
+        [*ep(2), *OVERLAP, "--num-distributed-optimizer-instances", "2"],
+    ),
+}
+SMALL_BUCKETS = ["--ddp-bucket-size", "20000", "--global-batch-size", "8"]
+
+
+def close(ours, theirs, tolerance):
+    return all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_trains_as_upstream_on_two_levels(ours, plain, name):
+    ranks, per_node, flags = LAYOUTS[name]
+    flags = [*flags, *SMALL_BUCKETS]
+    theirs = plain.run(ranks, flags, STEPS).checked()
+    two_level = ours.run(ranks, [*flags, *ON], STEPS, per_node=per_node).checked()
+    tolerance = 2e-3 if "--bf16" in flags else 1e-5
+    assert close(two_level.losses, theirs.losses, tolerance)
+    assert close(two_level.grad_norms, theirs.grad_norms, tolerance)
+    assert f"{ranks // per_node} nodes of {per_node}" in two_level.logs[0]
