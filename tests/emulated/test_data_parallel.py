@@ -7,12 +7,16 @@ import multiprocessing
 import os
 import time
 from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.efa import cpu
+from megatron.efa.emulate.cluster import EmulatedCluster
+from megatron.efa.emulate.forked import run_forked
+from megatron.efa.emulate.rate import parse_rate
 
 pytestmark = pytest.mark.root
 
@@ -89,20 +93,28 @@ def train(distributed, meet):
     return results, exposed, covered
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "distributed"), [(2, 4, True), (4, 2, False)])
-def test_64_mib_leave_the_nodes_at_the_bound_and_behind_backward(
-    tmp_path, nodes, per_node, distributed
-):
-    from megatron.efa.emulate.cluster import EmulatedCluster
-    from megatron.efa.emulate.forked import run_forked
-    from megatron.efa.emulate.rate import parse_rate
-
+def train_on_nodes(nodes, per_node, distributed, logs):
+    """What `train` returns on each rank of a cluster."""
     cpu.enable()
     import megatron.core.distributed  # noqa: F401  (once, for all that are forked)
 
     meet = multiprocessing.get_context("fork").Barrier(nodes * per_node, timeout=120)
     with EmulatedCluster(nodes, parse_rate(RATE)) as cluster:
-        seen = run_forked(cluster, per_node, lambda: train(distributed, meet), tmp_path)
+        return run_forked(cluster, per_node, lambda: train(distributed, meet), logs)
+
+
+@pytest.fixture(scope="module")
+def parent():
+    """A process that is redirected to CPUs, as this one, which runs other tests, must not be."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "distributed"), [(2, 4, True), (4, 2, False)])
+def test_64_mib_leave_the_nodes_at_the_bound_and_behind_backward(
+    parent, tmp_path, nodes, per_node, distributed
+):
+    seen = parent.submit(train_on_nodes, nodes, per_node, distributed, tmp_path).result()
 
     def crossed(*key):
         return sum(results[key] for results, _, _ in seen[::per_node])
