@@ -37,43 +37,42 @@ def on(near=NEAR, far=FAR):
 @pytest.mark.parametrize("mode", ["auto", "on", "off"])
 def test_a_group_without_two_levels_stays_flat(blocks, mode):
     on()
-    assert choose.plan(group(*blocks), 64 * MIB, 2, mode, gpu=True) == choose.FLAT
+    assert choose.plan(group(*blocks), 64 * MIB, "all_reduce", mode, gpu=True) == choose.FLAT
 
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_switch_decides_unless_it_is_auto(gpu):
     current.use(Cluster((Node("a", 8),)))  # whose links are not known
     two = group(2, 2)
-    assert not choose.plan(two, 64 * MIB, 2, "off", gpu).two_level
-    assert choose.plan(two, 1, 2, "on", gpu).two_level
-    assert choose.plan(two, 64 * MIB, 2, "auto", gpu).two_level
+    assert not choose.plan(two, 64 * MIB, "all_reduce", "off", gpu).two_level
+    assert choose.plan(two, 1, "all_reduce", "on", gpu).two_level
+    assert choose.plan(two, 64 * MIB, "all_reduce", "auto", gpu).two_level
 
 
 def test_auto_stays_flat_where_links_between_nodes_are_no_slower():
     on(near=FAR, far=FAR)
-    assert not choose.plan(group(8, 8), 64 * MIB, 1, "auto", gpu=True).two_level
+    assert not choose.plan(group(8, 8), 64 * MIB, "all_gather", "auto", gpu=True).two_level
 
 
 sizes = st.integers(1, 1 << 32)
+kinds = st.sampled_from(["all_reduce", "reduce_scatter", "all_gather"])
 
 
-@given(
-    sizes, st.integers(2, 64), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]), st.booleans()
-)
-def test_auto_goes_two_level_only_for_a_promise_of_a_tenth(size, nodes, per_node, passes, gpu):
+@given(sizes, st.integers(2, 64), st.sampled_from([2, 4, 8]), kinds, st.booleans())
+def test_auto_goes_two_level_only_for_a_promise_of_a_tenth(size, nodes, per_node, kind, gpu):
     on()
     two = group(*[per_node] * nodes)
-    plan = choose.plan(two, size, passes, "auto", gpu)
-    costs = choose.Costs(NEAR, FAR, (choose.ON_GPUS if gpu else choose.ON_CPUS).stage)
-    ours = choose.two_level_seconds(two, size, passes, max(plan.pieces, 1), costs)
-    flat = choose.flat_seconds(two, size, passes, costs)
+    plan = choose.plan(two, size, kind, "auto", gpu)
+    costs = choose.Costs(NEAR, FAR, gpu)
+    ours = choose.two_level_seconds(two, size, kind, plan.pieces, costs)
+    flat = choose.flat_seconds(two, size, kind, costs)
     assert ours <= 0.9 * flat or not plan.two_level
 
 
 @given(sizes, st.integers(2, 64))
 def test_a_piece_reaches_its_share_of_the_peak_rate(size, nodes):
     on()
-    plan = choose.plan(group(*[8] * nodes), size, 1, "on", gpu=True)
+    plan = choose.plan(group(*[8] * nodes), size, "all_gather", "on", gpu=True)
     message = size / 8 / plan.pieces
     if plan.pieces > 1:
         assert message / FAR.seconds(message) >= 0.8 * FAR.peak

@@ -25,7 +25,7 @@ LATENCY = 200e-6
 
 @dataclass(frozen=True)
 class Case:
-    collective: str
+    collective: choose.Kind
     size: int
     """Bytes of the whole message: what is reduced, or all ranks' parts of what is gathered."""
     dtype: str
@@ -112,9 +112,8 @@ def _measure(case: Case, two: TwoLevel, rounds: int, links: bool, gpu: bool, mee
             meet.wait()
             if counts:
                 turns[mode].sent.append(network.counters(os.getpid()).sent_bytes - before)
-    passes = 2 if case.collective == "all_reduce" else 1
-    auto = choose.plan(two, case.size, passes, "auto", gpu)
-    cut = choose.plan(two, case.size, passes, "on", gpu)
+    auto = choose.plan(two, case.size, case.collective, "auto", gpu)
+    cut = choose.plan(two, case.size, case.collective, "on", gpu)
     return Seen(turns, "on" if auto.two_level else "off", cut.pieces)
 
 

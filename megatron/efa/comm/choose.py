@@ -24,21 +24,32 @@ SHARE = 0.8
 """Of a link's peak rate: what a message on the rail should reach."""
 
 
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
+
+
 @dataclass(frozen=True)
 class Costs:
-    """What the model takes for what the cluster does not tell, and for the host."""
-
     near: Link
     far: Link
-    stage: float
-    """Seconds by which starting a stage delays it."""
+    gpu: bool
+
+    @property
+    def stage(self) -> float:
+        """Seconds by which starting a stage delays it: a kernel's launch, or a thread's turn."""
+        return 10e-6 if self.gpu else 2e-3
 
 
-ON_GPUS = Costs(Link(peak=400e9, latency=5e-6), Link(peak=50e9, latency=20e-6), 10e-6)
-"""A GPU of p5 to p6-b200: EFA 400 Gbit/s; NVLink 900 GB/s both ways, of which NCCL gets 400."""
+def costs_of(two: TwoLevel, gpu: bool) -> Costs:
+    """The cluster's links, or what stands for those that are not known.
 
-ON_CPUS = Costs(Link(peak=200e6, latency=200e-6), Link(peak=31e6, latency=200e-6), 2e-3)
-"""Four gloo ranks on an emulated node with a 1 Gbit/s link, on two cores; measured, and rough."""
+    For GPUs that is p5 to p6-b200: EFA of 400 Gbit/s a GPU, NVLink of 900 GB/s both ways, of which
+    NCCL gets some 400. For CPUs an emulated node: gloo within it on two cores, and 1 Gbit/s that
+    its ranks share.
+    """
+    cluster = current()
+    near = Link(400e9, 5e-6) if gpu else Link(200e6, 200e-6)
+    far = Link(50e9, 20e-6) if gpu else Link(125e6 / two.per_node, 200e-6)
+    return Costs(cluster.near or near, cluster.far or far, gpu)
 
 
 @dataclass(frozen=True)
@@ -50,19 +61,15 @@ class Plan:
 FLAT = Plan(False, 1)
 
 
-def plan(two: TwoLevel, size: int, passes: int, mode: Mode = "auto", gpu: bool = False) -> Plan:
-    """Plan a collective of `size` bytes: the whole message, R chunks of it for a scatter or gather.
-
-    `passes` is 2 for an all-reduce, 1 for one half of it.
-    """
+def plan(two: TwoLevel, size: int, kind: Kind, mode: Mode = "auto", gpu: bool = False) -> Plan:
+    """Plan a collective of `size` bytes: the whole message, R chunks of it for a scatter or gather."""
     if mode == "off" or not two.spans_nodes:
         return FLAT
-    costs, cluster = ON_GPUS if gpu else ON_CPUS, current()
-    costs = Costs(cluster.near or costs.near, cluster.far or costs.far, costs.stage)
+    costs = costs_of(two, gpu)
     pieces = _pieces(two, size, costs)
     if mode == "auto":
-        ours = two_level_seconds(two, size, passes, pieces, costs)
-        if ours > MARGIN * flat_seconds(two, size, passes, costs):
+        ours = two_level_seconds(two, size, kind, pieces, costs)
+        if ours > MARGIN * flat_seconds(two, size, kind, costs):
             return FLAT
     return Plan(True, pieces)
 
@@ -73,22 +80,28 @@ def _pieces(two: TwoLevel, size: int, costs: Costs) -> int:
     return max(1, min(MOST_PIECES, int(size / two.per_node / link.size_at(SHARE))))
 
 
-def flat_seconds(two: TwoLevel, size: int, passes: int, costs: Costs) -> float:
-    """Modelled time of a ring over the flat group."""
+def flat_seconds(two: TwoLevel, size: int, kind: Kind, costs: Costs) -> float:
+    """Modelled time of a ring over the flat group. gloo's reduce-scatter is an all-reduce."""
+    twice = kind == "all_reduce" or (kind == "reduce_scatter" and not costs.gpu)
+    passes = 2 if twice else 1
     near, far, ranks = costs.near, costs.far, two.nodes * two.per_node
     crossing = size * (ranks - 1) / ranks
     latency = two.nodes * far.latency + (ranks - two.nodes) * near.latency
     return passes * (latency + max(crossing / two.per_node / far.peak, crossing / near.peak))
 
 
-def two_level_seconds(two: TwoLevel, size: int, passes: int, pieces: int, costs: Costs) -> float:
-    """Modelled time of both levels: the longer of the two, plus what cutting leaves uncovered."""
+def two_level_seconds(two: TwoLevel, size: int, kind: Kind, pieces: int, costs: Costs) -> float:
+    """Modelled time of both levels: the longer of the two, plus what cutting leaves uncovered.
+
+    On CPUs their sum: copying in the node takes the cores that the rail needs.
+    """
+    passes = 2 if kind == "all_reduce" else 1
     near, far = costs.near, costs.far
     in_node = size * (two.per_node - 1) / two.per_node / near.peak
     on_rail = size / two.per_node * (two.nodes - 1) / two.nodes / far.peak
     latency = (two.per_node - 1) * near.latency + (two.nodes - 1) * far.latency
-    covered = max(in_node, on_rail) + min(in_node, on_rail) / pieces
-    return passes * (2 * costs.stage + latency + covered)
+    uncovered = min(in_node, on_rail) / (pieces if costs.gpu else 1)
+    return passes * (2 * costs.stage + latency + max(in_node, on_rail) + uncovered)
 
 
 def bucket_bytes(two: TwoLevel, far: Link) -> int:

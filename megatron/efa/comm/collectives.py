@@ -36,7 +36,8 @@ def all_reduce(
     _check("all_reduce", two, op, tensor)
     if not tensor.numel():
         return _nothing(async_op)
-    plan = choose.plan(two, tensor.nbytes, 2, mode if op in OPS else "off", tensor.is_cuda)
+    mode = mode if op in OPS else "off"
+    plan = choose.plan(two, tensor.nbytes, "all_reduce", mode, tensor.is_cuda)
     how, ranks = Reduction(op, two, tensor, fp32), two.flat.size()
     if not plan.two_level and not (how.wide and ranks > 1 and op in (SUM, AVG)):
         return dist.all_reduce(tensor, op=op, group=two.flat, async_op=async_op)
@@ -65,7 +66,8 @@ def reduce_scatter(
     _check_parts("reduce_scatter", "input", input, "output", output, two)
     if not output.numel():
         return _nothing(async_op)
-    plan = choose.plan(two, input.nbytes, 1, mode if op in OPS else "off", input.is_cuda)
+    mode = mode if op in OPS else "off"
+    plan = choose.plan(two, input.nbytes, "reduce_scatter", mode, input.is_cuda)
     how, ranks = Reduction(op, two, input, fp32), two.flat.size()
     flat_output, flat_input = output.view(-1), input.view(-1)
     if plan.two_level:
@@ -97,7 +99,7 @@ def all_gather(
     _check_parts("all_gather", "output", output, "input", input, two)
     if not input.numel():
         return _nothing(async_op)
-    plan = choose.plan(two, output.nbytes, 1, mode, output.is_cuda)
+    plan = choose.plan(two, output.nbytes, "all_gather", mode, output.is_cuda)
     flat_output, flat_input = output.view(-1), input.view(-1)
     if not plan.two_level:
         return dist.all_gather_into_tensor(
@@ -129,9 +131,8 @@ def all_to_all(
     uneven = output_splits is not None or input_splits is not None
     outs = _splits("output", output, output_splits, ranks)
     ins = _splits("input", input, input_splits, ranks)
-    plan = choose.plan(
-        two, input.nbytes, 1, "off" if uneven and mode == "auto" else mode, input.is_cuda
-    )
+    mode = "off" if uneven and mode == "auto" else mode
+    plan = choose.plan(two, input.nbytes, "all_to_all", mode, input.is_cuda)
     if not plan.two_level:
         return dist.all_to_all_single(
             output, input, *((outs, ins) if uneven else ()), group=two.flat, async_op=async_op
@@ -154,7 +155,7 @@ def broadcast(
     _check("broadcast", two, SUM, tensor)
     if not tensor.numel():
         return _nothing(async_op)
-    plan = choose.plan(two, tensor.nbytes, 1, mode, tensor.is_cuda)
+    plan = choose.plan(two, tensor.nbytes, "broadcast", mode, tensor.is_cuda)
     if not plan.two_level:
         return dist.broadcast(tensor, src=src, group=two.flat, async_op=async_op)
     if all(src not in block for block in two.shape.blocks):

@@ -45,9 +45,12 @@ def reduce_scatter(
     slice of `input`.
     """
     if exchange:
-        rows = torch.empty_like(input)
-        yield all_to_all(rows, input, group)
-        reduce_rows(output, rows.view(group.size(), -1), op, divisor, dtype or input.dtype)
+        rows = torch.empty_like(input).view(group.size(), -1)
+        if input.is_cuda:
+            yield all_to_all(rows.view(-1), input, group)
+        else:
+            yield from swap(rows, input.view(group.size(), -1), group)
+        reduce_rows(output, rows, op, divisor, dtype or input.dtype)
         return
     target = output if output.dtype == input.dtype else torch.empty_like(output, dtype=input.dtype)
     yield dist.reduce_scatter_tensor(target, input, op=op, group=group, async_op=True)
@@ -55,6 +58,31 @@ def reduce_scatter(
         target.div_(divisor)
     if target is not output:
         output.copy_(target)
+
+
+def swap(rows: torch.Tensor, slices: torch.Tensor, group: Any) -> Stage:
+    """Send row i of `slices` [k, m] to member i, and get row i of `rows` from it.
+
+    With one partner after another, as in a ring: gloo's all-to-all sends to all at once, and where
+    several senders meet at a node's link they hold each other up.
+    """
+    ranks, me = dist.get_process_group_ranks(group), group.rank()
+    rows[me].copy_(slices[me])
+    for step in range(1, len(ranks)):
+        to, from_ = (me + step) % len(ranks), (me - step) % len(ranks)
+        received = dist.irecv(rows[from_].view(torch.uint8), ranks[from_], group)
+        yield Both(dist.isend(slices[to].view(torch.uint8), ranks[to], group), received)
+
+
+class Both:
+    """A transfer out and one in."""
+
+    def __init__(self, *works: Any) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def reduce_rows(

@@ -49,7 +49,8 @@ def reduce_gradients(
     """
     config = group.ddp_config
     scatters = config.use_distributed_optimizer and not force_all_reduce
-    two = _worthwhile(process_group, [b.grad_data for b in group.buckets], 1 if scatters else 2)
+    kind = "reduce_scatter" if scatters else "all_reduce"
+    two = _worthwhile(process_group, [bucket.grad_data for bucket in group.buckets], kind)
     if two is None:
         return False
     fp32 = scatters and config.reduce_scatter_with_fp32_accumulation
@@ -76,7 +77,7 @@ def gather_parameters(group: Any, async_op: bool, force_sync: bool) -> bool:
     Sets `group.param_gather_handle`, and does what upstream does after its own gathers.
     """
     process_group = group.intra_distributed_optimizer_instance_group
-    two = _worthwhile(process_group, [bucket.param_data for bucket in group.buckets], 1)
+    two = _worthwhile(process_group, [bucket.param_data for bucket in group.buckets], "all_gather")
     if two is None:
         return False
     handles = [
@@ -93,14 +94,14 @@ def gather_parameters(group: Any, async_op: bool, force_sync: bool) -> bool:
 
 
 def _worthwhile(
-    process_group: Any, tensors: Sequence[torch.Tensor], passes: int
+    process_group: Any, tensors: Sequence[torch.Tensor], kind: choose.Kind
 ) -> TwoLevel | None:
     """The parts of `process_group`, if a collective of one of `tensors` would use them."""
     mode = settings.mode()
     if mode == "off":
         return None
     two = settings.split(process_group)
-    plans = (choose.plan(two, t.nbytes, passes, mode, t.is_cuda) for t in tensors)
+    plans = (choose.plan(two, t.nbytes, kind, mode, t.is_cuda) for t in tensors)
     return two if any(plan.two_level for plan in plans) else None
 
 
