@@ -14,7 +14,7 @@ from megatron.efa import entry  # noqa: E402  (the clock starts before the impor
 
 def configure() -> Any:
     """Parse and validate Megatron's flags; return the configs that `pretrain` takes."""
-    from megatron.efa import gpt
+    from megatron.efa import data, gpt, groups
     from megatron.efa.arguments import add_efa_arguments
     from megatron.training.argument_utils import (
         gpt_config_from_args,
@@ -26,6 +26,8 @@ def configure() -> Any:
         add_efa_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )
     gpt.check(args)
+    data.configure(args)
+    groups.configure(args)
     return pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
 
 

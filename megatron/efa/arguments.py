@@ -45,6 +45,19 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         action="store_true",
         help="show the composed YAML and the flags it becomes, and exit",
     )
+    group.add_argument(
+        "--efa-groups",
+        action="store_true",
+        help="process groups made by their members alone and connected before the first step "
+        "(docs/groups.md)",
+    )
+    group.add_argument(
+        "--efa-data-parallel",
+        choices=("off", "auto", "on"),
+        default="off",
+        help="gradients and parameters of data parallelism in the node first, then along rails: "
+        "where that is faster (auto), or wherever a group has both (on) (docs/data-parallel.md)",
+    )
     return parser
 
 

@@ -5,13 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.harness import Trainer
+from tests.parity.harness import OurTrainer, Trainer
 
 
 @pytest.fixture(scope="session")
 def fork(tmp_path_factory):
     """Trains on the fork: upstream with our patches, as it lies in this checkout."""
     trainer = Trainer(tmp_path_factory.mktemp("fork"))
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture(scope="session")
+def ours(tmp_path_factory):
+    """Trains on the fork through `pretrain_gpt.py`, which knows our flags."""
+    trainer = OurTrainer(tmp_path_factory.mktemp("ours"))
     yield trainer
     trainer.close()
 

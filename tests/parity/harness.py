@@ -90,22 +90,24 @@ class Trainer:
         )
         assert self.process.stdout.readline() == "ready\n", "the trainer did not start"
 
-    def run(self, ranks, argv, steps=4, timeout=300):
+    def run(self, ranks, argv, steps=4, timeout=300, per_node=None):
         """Train `steps` steps on `ranks` ranks with the Megatron flags `argv`.
 
-        A run that was made already is not made again, unless it reads or writes a checkpoint.
+        The ranks think themselves on nodes of `per_node` (None: on one node). A run that was made
+        already is not made again, unless it reads or writes a checkpoint.
         """
-        key = (ranks, *argv, steps)
+        key = (ranks, *argv, steps, per_node)
         if not {"--save", "--load"} & set(argv) and key in self.done:
             return self.done[key]
-        self.done[key] = self._run(ranks, argv, steps, timeout)
+        self.done[key] = self._run(ranks, argv, steps, timeout, per_node)
         return self.done[key]
 
-    def _run(self, ranks, argv, steps, timeout):
+    def _run(self, ranks, argv, steps, timeout, per_node):
         self.count += 1
         out = self.scratch / f"run{self.count}"
         argv = [*MODEL, *TRAINING, "--train-iters", str(steps), *argv]
         job = {"ranks": ranks, "argv": argv, "port": free_port(), "out": str(out)}
+        job["per_node"] = per_node or ranks
         self.process.stdin.write(json.dumps(job | {"timeout": timeout}) + "\n")
         self.process.stdin.flush()
         codes = json.loads(self.process.stdout.readline())
@@ -116,6 +118,34 @@ class Trainer:
     def close(self):
         self.process.stdin.close()
         self.process.wait(30)
+
+
+class OurTrainer(Trainer):
+    """The same, running `pretrain_gpt.py`."""
+
+    def __init__(self, scratch):
+        self.scratch, self.count, self.done = scratch, 0, {}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.parity.ours"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=scratch,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        assert self.process.stdout.readline() == "ready\n", "the trainer did not start"
+
+    def start(self, ranks, argv, timeout=240):
+        """Run with just these words: flags, `--config`, overrides."""
+        self.count += 1
+        out = self.scratch / f"run{self.count}"
+        job = {"ranks": ranks, "argv": argv, "port": free_port(), "out": str(out)}
+        self.process.stdin.write(json.dumps(job | {"timeout": timeout}) + "\n")
+        self.process.stdin.flush()
+        codes = json.loads(self.process.stdout.readline())
+        logs = [(out / f"rank{rank}.log").read_text() for rank in range(ranks)]
+        last = out / f"rank{ranks - 1}.json"
+        return Run(codes, json.loads(last.read_text()) if last.exists() else [], logs)
 
 
 def free_port():

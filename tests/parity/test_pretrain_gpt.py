@@ -1,7 +1,6 @@
 """`pretrain_gpt.py` trains: as the least entry point does, by YAML as by flags, on real data."""
 
 import functools
-import json
 import os
 import re
 import shlex
@@ -10,44 +9,9 @@ import sys
 
 import pytest
 
-from tests.parity.harness import MLA, MODEL, MOE, ROOT, TRAINING, Run, Trainer, free_port
+from tests.parity.harness import MLA, MODEL, MOE, ROOT, TRAINING, free_port
 
 STEPS = 3
-
-
-class OurTrainer(Trainer):
-    """The same, running `pretrain_gpt.py`."""
-
-    def __init__(self, scratch):
-        self.scratch, self.count, self.done = scratch, 0, {}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.parity.ours"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=scratch,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-        assert self.process.stdout.readline() == "ready\n", "the trainer did not start"
-
-    def start(self, ranks, argv, timeout=240):
-        """Run with just these words: flags, `--config`, overrides."""
-        self.count += 1
-        out = self.scratch / f"run{self.count}"
-        job = {"ranks": ranks, "argv": argv, "port": free_port(), "out": str(out)}
-        self.process.stdin.write(json.dumps(job | {"timeout": timeout}) + "\n")
-        self.process.stdin.flush()
-        codes = json.loads(self.process.stdout.readline())
-        logs = [(out / f"rank{rank}.log").read_text() for rank in range(ranks)]
-        last = out / f"rank{ranks - 1}.json"
-        return Run(codes, json.loads(last.read_text()) if last.exists() else [], logs)
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory):
-    trainer = OurTrainer(tmp_path_factory.mktemp("ours"))
-    yield trainer
-    trainer.close()
 
 
 LAYOUTS = {

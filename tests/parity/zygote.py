@@ -73,11 +73,12 @@ def run_rank(entry, job, rank, out):
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         sys.stdout, sys.stderr = (os.fdopen(os.dup(fd), "w", buffering=1) for fd in (1, 2))
+        per_node = job.get("per_node", job["ranks"])
         os.environ |= {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(rank % per_node),
             "WORLD_SIZE": str(job["ranks"]),
-            "LOCAL_WORLD_SIZE": str(job["ranks"]),
+            "LOCAL_WORLD_SIZE": str(per_node),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(job["port"]),
         }

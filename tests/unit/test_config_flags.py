@@ -26,6 +26,8 @@ from megatron.efa.config.show import show
 from megatron.efa.config.words import GROUPS
 from megatron.efa.errors import EfaError
 
+OUR_FLAGS = ("--efa-groups", "--efa-data-parallel")
+
 TEXT = st.text(st.sampled_from("aZ09 -_=./:,'\"#{}[]()&*!|>%@`~?\\é日"), max_size=12)
 TEXT = TEXT.filter(lambda text: text != "--")  # refused, see below
 ELEMENT = TEXT.filter(lambda text: not text.startswith("-"))
@@ -42,7 +44,9 @@ def upstream():
 
 @pytest.fixture(scope="module")
 def ours(upstream):
-    return Flags(build_parser(), hidden=NOT_IN_YAML)
+    """Megatron's arguments as YAML keys: not those of ours, which its parser does not know."""
+    own = [flag.removeprefix("--").replace("-", "_") for flag in OUR_FLAGS]
+    return Flags(build_parser(), hidden=(*NOT_IN_YAML, *own))
 
 
 def defaults(parser):
@@ -150,10 +154,15 @@ def test_what_is_shown_is_a_config_that_composes_to_the_same(value, tmp_path):
 def test_our_flags_are_these_and_none_is_megatrons(upstream):
     parser = add_efa_arguments(argparse.ArgumentParser(add_help=False))
     own = set(parser._option_string_actions)
-    assert own == {"--config", "--print-config"} == set(ENTRY_FLAGS)
+    assert own == {*ENTRY_FLAGS, *OUR_FLAGS}
     assert not own & set(upstream._option_string_actions)
     assert not {action.dest for action in parser._actions} & set(defaults(upstream))
     assert not [flag for flag in upstream._option_string_actions if flag.startswith("--efa")]
+
+
+def test_our_flags_can_be_given_in_yaml():
+    names = Flags(build_parser(), hidden=NOT_IN_YAML).names()
+    assert {flag.removeprefix("--").replace("-", "_") for flag in OUR_FLAGS} <= set(names)
 
 
 def test_help_lists_our_flags_and_all_of_megatrons(upstream):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron.efa.emulate import claims, network, processes
+from megatron.efa.emulate import claims, enter, network, processes
 from megatron.efa.emulate.network import IsolationRefused, LinkCounters
 from megatron.efa.emulate.rate import Rate
 from megatron.efa.errors import EfaError
@@ -221,6 +221,20 @@ class EmulatedCluster:
                 helper.kill()
                 raise
         return subprocess.CompletedProcess(list(command), helper.returncode, output, errors)
+
+    def move_into(self, node: int) -> None:
+        """Move this process, a fork of the one that made the cluster, to a node.
+
+        It keeps its pid: only its children are in the node's PID namespace, and end with the node.
+        The cluster is no longer this process's to use or to keep alive.
+        """
+        pid = self.nodes[node].pid
+        for descriptor in self._lifeline:
+            os.close(descriptor)
+        self._lifeline, self._claim = None, None
+        self._helpers.clear()
+        if pid is not None:
+            enter.join(pid)
 
     def counters(self) -> list[LinkCounters]:
         """What crossed each node's link so far; traffic within a node is not in it."""

@@ -32,7 +32,7 @@ def main() -> None:
         kernel.adopt_orphans()
     else:
         try:
-            _join(spec["pid"])
+            join(spec["pid"])
         except OSError as error:
             print(f"the node is gone: {error}", file=sys.stderr)
             sys.exit(125)
@@ -72,7 +72,7 @@ def _wait(child: int, lifeline: int, woken: int) -> int:
             return os.waitpid(child, 0)[1]
 
 
-def _join(pid: int) -> None:
+def join(pid: int) -> None:
     """Enter all namespaces of a process; the PID namespace holds for children only."""
     handles = [
         (os.open(f"/proc/{pid}/ns/{n}", os.O_RDONLY), flag) for n, flag in _NAMESPACES.items()

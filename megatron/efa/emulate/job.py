@@ -118,7 +118,7 @@ def _start_agents(
     """Start torchrun on each node, and add each to `agents` as it starts."""
     python = [sys.executable, "-u", *job.command]
     rank = [*processes.helper_command("rank"), str(job.logs.resolve()), str(records), *python]
-    port = _MASTER_PORT if cluster.isolated else _free_port()
+    port = _MASTER_PORT if cluster.isolated else free_port()
     nodes = len(cluster.nodes)
     gpus: list[list[str] | None] = [None] * nodes
     if job.gpus is not None:
@@ -212,7 +212,7 @@ def _signal_name(number: int) -> str:
         return str(number)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 

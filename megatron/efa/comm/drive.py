@@ -1,0 +1,176 @@
+"""Runs the pieces of a collective: what is in flight together, who waits, and the handle.
+
+In a round the youngest piece goes on first, then the older ones, and then the next piece enters.
+So a piece's rail transfer is queued while that of the piece before it is still on the rail, and
+transfers in the node run beside them:
+
+    round      1        2        3        4
+    piece 0    node     rail     node
+    piece 1             node     rail     node
+    piece 2                      node     rail  ...
+
+That order is the same on all ranks, whatever the timing, so that transfers of one communicator
+match. On GPUs nothing waits on the host: each piece has a CUDA stream, which waits for its
+transfers. On CPUs a thread of the group's waits; a group's collectives run one after the other.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from megatron.efa.comm.transfers import Stage
+from megatron.efa.groups import TwoLevel
+
+STREAMS = 4
+"""CUDA streams of a group: pieces that can be in flight at one time."""
+
+
+class Handle:
+    """An asynchronous collective. Also what one is that had nothing to do."""
+
+    exposed = 0.0
+    """Seconds that `wait` blocked the host (on GPUs it does not: the stream waits)."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return once the result is in place (on GPUs: once the current stream will see it).
+
+        The process group's timeout, not `timeout`, ends a transfer. Raises what it raised.
+        """
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Events(Handle):
+    """The collective on CUDA streams; keeps its tensors until somebody waits for them."""
+
+    def __init__(self, events: list[Any], tensors: Sequence[torch.Tensor]) -> None:
+        self._events, self._tensors = events, tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        for event in self._events:
+            torch.cuda.current_stream().wait_event(event)
+        self._tensors = ()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(event.query() for event in self._events)
+
+
+class _Job(Handle):
+    """The collective on a thread."""
+
+    def __init__(self, pieces: Sequence[Stage]) -> None:
+        self._pieces, self._error = pieces, None
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            rounds(self._pieces)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._pieces = ()
+            self._ended.set()
+
+    def wait(self, timeout: Any = None) -> bool:
+        start = time.perf_counter()
+        self._ended.wait()
+        self.exposed += time.perf_counter() - start
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+
+class _Lane:
+    """Where a group's collectives are run, in the order in which they were called."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group  # kept, so that its id stays its own
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._last: _Job | None = None
+        self._thread: threading.Thread | None = None
+        self._streams: list[Any] = []
+        self._used = 0
+
+    def on_cpu(self, pieces: Sequence[Stage], async_op: bool) -> Handle | None:
+        job = _Job(pieces)
+        if not async_op and (self._last is None or self._last.is_completed()):
+            job.run()
+        else:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="efa-comm", daemon=True)
+                self._thread.start()
+            self._jobs.put(job)
+            self._last = job
+        if async_op:
+            return job
+        job.wait()
+        return None
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get().run()
+
+    def on_gpu(
+        self, pieces: Sequence[Stage], tensors: Sequence[torch.Tensor], async_op: bool
+    ) -> Handle | None:
+        if not self._streams:
+            self._streams = [torch.cuda.Stream(tensors[0].device) for _ in range(STREAMS)]
+        # The next collective begins on the next stream, so as not to queue behind this one.
+        streams = [self._streams[(self._used + i) % STREAMS] for i in range(STREAMS)]
+        used = streams[: len(pieces)]
+        self._used += len(pieces)
+        for stream in used:
+            stream.wait_stream(torch.cuda.current_stream())
+        rounds(pieces, streams)
+        handle = _Events([stream.record_event() for stream in used], tensors)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+
+@torch.no_grad()
+def rounds(pieces: Sequence[Stage], streams: Sequence[Any] = ()) -> None:
+    """Run `pieces` to their end, the i-th under CUDA stream i % len(streams) if there are any."""
+    waiting = deque(enumerate(pieces))
+    active: list[tuple[int, Stage, Any]] = []  # youngest first, with the work that each waits for
+    while waiting or active:
+        entering = [(*waiting.popleft(), None)] if waiting else []
+        ahead = [*active, *entering] if active else entering
+        after = [(i, piece, _advance(i, piece, work, streams)) for i, piece, work in ahead]
+        after = [entry for entry in after if entry[2] is not None]
+        active = sorted(after, key=lambda entry: -entry[0])
+
+
+def _advance(index: int, piece: Stage, work: Any, streams: Sequence[Any]) -> Any | None:
+    """Let `piece` go on after `work`; returns what it waits for next, None at its end."""
+    with torch.cuda.stream(streams[index % len(streams)]) if streams else nullcontext():
+        if work is not None:
+            work.wait()
+        return next(piece, None)
+
+
+_lanes: dict[int, _Lane] = {}
+
+
+def launch(
+    two: TwoLevel, pieces: Sequence[Stage], tensors: Sequence[torch.Tensor], async_op: bool
+) -> Handle | None:
+    """Run `pieces`, which read and write `tensors`; None, or the handle if `async_op`."""
+    group = two.rail or two.flat
+    lane = _lanes.get(id(group)) or _lanes.setdefault(id(group), _Lane(group))
+    if tensors[0].is_cuda:
+        return lane.on_gpu(pieces, tensors, async_op)
+    return lane.on_cpu(pieces, async_op)
