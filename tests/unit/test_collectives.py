@@ -285,3 +285,19 @@ def test_cuts_cover_a_message_in_multiples_of_the_unit(count, pieces, unit):
     assert [i for part in cuts for i in range(part.start, part.stop)] == list(range(count))
     assert len(cuts) <= pieces
     assert all((part.stop - part.start) % unit == 0 for part in cuts[:-1])
+
+
+def forgotten(rank):
+    """A group that is gone takes its thread along."""
+    two = of((2, 4))
+    comm.all_reduce(torch.ones(8), two, async_op=True, mode="on").wait()
+    thread = drive._lanes[two.rail]._thread
+    lane = drive._lanes.pop(two.rail)
+    assert thread.is_alive()
+    del lane
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_groups_thread_ends_with_it(ranks):
+    ranks(forgotten)
