@@ -78,3 +78,22 @@ def test_step_trains_with_paths_off_and_on(tmp_path):
     record = torch.load(tmp_path / "routing.pt", weights_only=True)
     assert record["experts"] == 8
     assert record["chosen"].shape == (4 * 64, 4)
+
+
+def test_collectives_cross_between_nodes_no_more_than_they_must(tmp_path):
+    names = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
+    records, shown = bench(
+        f"collectives --shapes 2x2 --sizes 1m --rounds 1 --rate 1gbit --collectives "
+        f"{','.join(names)} --out {tmp_path}",
+        tmp_path,
+    )
+    assert [record["collective"] for record in records] == names
+    for record in records:
+        assert record["flat_inter_node_bytes"] >= record["bound_bytes"] > 0
+        assert 1 <= record["two_level_over_bound"] < 1.06
+        assert record["two_level_ms"] > 0
+        assert record["collective"] in shown
+    by_name = {record["collective"]: record for record in records}
+    assert (
+        by_name["all_reduce"]["flat_inter_node_bytes"] > 1.4 * by_name["all_reduce"]["bound_bytes"]
+    )

@@ -18,7 +18,10 @@ from megatron.efa.emulate.cluster import EmulatedCluster
 from megatron.efa.emulate.forked import run_forked
 from megatron.efa.emulate.rate import parse_rate
 
-pytestmark = pytest.mark.root
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+]
 
 SIZE = 64 << 20
 RATE = "1gbit"

@@ -46,7 +46,7 @@ def test_the_switch_decides_unless_it_is_auto(gpu):
     two = group(2, 2)
     assert not choose.plan(two, 64 * MIB, "all_reduce", "off", gpu).two_level
     assert choose.plan(two, 1, "all_reduce", "on", gpu).two_level
-    assert choose.plan(two, 64 * MIB, "all_reduce", "auto", gpu).two_level
+    assert choose.plan(two, 64 * MIB, "reduce_scatter", "auto", gpu).two_level
 
 
 def test_auto_stays_flat_where_links_between_nodes_are_no_slower():

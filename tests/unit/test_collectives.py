@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.efa import comm
 from megatron.efa.cluster.current import use
 from megatron.efa.cluster.model import Cluster, Link, Node
-from megatron.efa.comm import choose, drive
+from megatron.efa.comm import algorithms, choose, drive
 from megatron.efa.errors import EfaError
 from megatron.efa.groups import two_level
 from tests.unit.gloo_ranks import GlooRanks
@@ -211,6 +211,33 @@ def products(rank, two):
     assert torch.equal(tensor, torch.full((16,), 256.0))
 
 
+def as_over_nccl(rank, two):
+    """The branches for CUDA tensors, whose stages are the backend's own collectives."""
+    for name, fp32, dtype in (
+        ("sum", False, torch.float32),
+        ("mean", False, torch.float32),
+        ("max", False, torch.float32),
+        ("sum", True, torch.bfloat16),
+        ("mean", True, torch.bfloat16),
+    ):
+        op = OPS[name]
+        whole = values(rank, RANKS * 6, dtype)
+        how = algorithms.Reduction(op, two, whole, fp32)
+        how.exchange = False
+        if not how.wide:
+            how.op, how.divisor = op, 1
+        expected = whole.to(torch.float32, copy=True)
+        dist.all_reduce(expected, op)
+        expected = expected.to(dtype)
+        output, tensor = torch.empty(6, dtype=dtype), whole.clone()
+        columns = [slice(0, 4), slice(4, 6)]
+        pieces = [algorithms.reduce_scatter(output, whole, part, two, how) for part in columns]
+        drive.launch(two, pieces, [output], False)
+        assert torch.equal(output, expected.view(RANKS, -1)[rank]), (name, fp32)
+        drive.launch(two, [algorithms.all_reduce(tensor, two, how)], [tensor], False)
+        assert torch.equal(tensor, expected), (name, fp32)
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -225,6 +252,7 @@ CASES = {
         in_flight,
         refused,
         products,
+        as_over_nccl,
     )
 }
 
@@ -285,3 +313,19 @@ def test_cuts_cover_a_message_in_multiples_of_the_unit(count, pieces, unit):
     assert [i for part in cuts for i in range(part.start, part.stop)] == list(range(count))
     assert len(cuts) <= pieces
     assert all((part.stop - part.start) % unit == 0 for part in cuts[:-1])
+
+
+def forgotten(rank):
+    """A group that is gone takes its thread along."""
+    two = of((2, 4))
+    comm.all_reduce(torch.ones(8), two, async_op=True, mode="on").wait()
+    thread = drive._lanes[two.rail]._thread
+    lane = drive._lanes.pop(two.rail)
+    assert thread.is_alive()
+    del lane
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_groups_thread_ends_with_it(ranks):
+    ranks(forgotten)

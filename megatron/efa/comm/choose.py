@@ -62,7 +62,7 @@ FLAT = Plan(False, 1)
 
 
 def plan(two: TwoLevel, size: int, kind: Kind, mode: Mode = "auto", gpu: bool = False) -> Plan:
-    """Plan a collective of `size` bytes: the whole message, R chunks of it for a scatter or gather."""
+    """Plan a collective of a whole message (R parts, for a scatter or gather) of `size` bytes."""
     if mode == "off" or not two.spans_nodes:
         return FLAT
     costs = costs_of(two, gpu)

@@ -17,6 +17,7 @@ transfers. On CPUs a thread of the group's waits; a group's collectives run one 
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -95,9 +96,8 @@ class _Job(Handle):
 class _Lane:
     """Where a group's collectives are run, in the order in which they were called."""
 
-    def __init__(self, group: Any) -> None:
-        self.group = group  # kept, so that its id stays its own
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last: _Job | None = None
         self._thread: threading.Thread | None = None
         self._streams: list[Any] = []
@@ -109,18 +109,17 @@ class _Lane:
             job.run()
         else:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="efa-comm", daemon=True)
+                self._thread = threading.Thread(
+                    target=_work_off, args=(self._jobs,), name="efa-comm", daemon=True
+                )
                 self._thread.start()
+                weakref.finalize(self, self._jobs.put, None)
             self._jobs.put(job)
             self._last = job
         if async_op:
             return job
         job.wait()
         return None
-
-    def _work(self) -> None:
-        while True:
-            self._jobs.get().run()
 
     def on_gpu(
         self, pieces: Sequence[Stage], tensors: Sequence[torch.Tensor], async_op: bool
@@ -139,6 +138,11 @@ class _Lane:
             return handle
         handle.wait()
         return None
+
+
+def _work_off(jobs: "queue.SimpleQueue[_Job | None]") -> None:
+    for job in iter(jobs.get, None):
+        job.run()
 
 
 @torch.no_grad()
@@ -162,7 +166,8 @@ def _advance(index: int, piece: Stage, work: Any, streams: Sequence[Any]) -> Any
         return next(piece, None)
 
 
-_lanes: dict[int, _Lane] = {}
+_lanes: weakref.WeakKeyDictionary[Any, _Lane] = weakref.WeakKeyDictionary()
+"""By rail, which stands for a group and a purpose; gone with it."""
 
 
 def launch(
@@ -170,7 +175,8 @@ def launch(
 ) -> Handle | None:
     """Run `pieces`, which read and write `tensors`; None, or the handle if `async_op`."""
     group = two.rail or two.flat
-    lane = _lanes.get(id(group)) or _lanes.setdefault(id(group), _Lane(group))
+    if (lane := _lanes.get(group)) is None:
+        lane = _lanes[group] = _Lane()
     if tensors[0].is_cuda:
         return lane.on_gpu(pieces, tensors, async_op)
     return lane.on_cpu(pieces, async_op)
