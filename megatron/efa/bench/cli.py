@@ -16,6 +16,8 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
         "collectives, flat and on two levels",
     ),
     "expert": ("megatron.efa.bench.expert", "dispatch and combine of an expert layer"),
+    "kernels": ("megatron.efa.bench.kernels", "row kernels of the expert path, on a GPU"),
+    "startup": ("megatron.efa.bench.startup", "making the process groups, upstream's way and ours"),
     "step": ("megatron.efa.bench.step", "training steps with each path on and off"),
 }
 
