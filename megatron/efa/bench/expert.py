@@ -96,7 +96,7 @@ def _preload(gpu: bool) -> None:
     verify_at_start()
     if not gpu:
         cpu.enable()
-    import megatron.core.transformer.moe.token_dispatcher  # noqa: F401
+    import megatron.core.transformer.moe.moe_layer  # noqa: F401
 
 
 def _cases(args: argparse.Namespace) -> list[Any]:

@@ -212,9 +212,9 @@ class Runner:
             output.backward(self.grad)
             made = {
                 "outputs": output.detach(),
-                "token gradients": self.hidden.grad,
-                "probability gradients": self.probs.grad * self.map,
-                "expert gradients": self.scale.grad,
+                "token gradients": _or_zeros(self.hidden),
+                "probability gradients": _or_zeros(self.probs) * self.map,
+                "expert gradients": _or_zeros(self.scale),
             }
             made = {name: tensor.float() for name, tensor in made.items()}
             reference = made if reference is None else reference
@@ -237,3 +237,8 @@ class Runner:
 def _settle(gpu: bool) -> None:
     if gpu:
         torch.cuda.synchronize()
+
+
+def _or_zeros(leaf: torch.Tensor) -> torch.Tensor:
+    """The gradient of a leaf, zeros where none has come to it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

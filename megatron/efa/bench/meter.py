@@ -30,14 +30,19 @@ class Meter:
     @contextmanager
     def watching(self) -> Iterator["Meter"]:
         """Rebind the functions of torch.distributed to counting ones."""
-        real = [(dist, name) for name in ("all_to_all_single", "batch_isend_irecv", *_GATHERS)]
+        names = ("all_to_all_single", "isend", "send", *_GATHERS)
+        # Where torch looks them up as well: its P2POp takes its own isend only.
+        real = [(module, name) for module in (dist, dist.distributed_c10d) for name in names]
         # Upstream binds these when it is imported.
         real += [(mappings, name) for name in ("dist_all_gather_func", "dist_reduce_scatter_func")]
         real = [(module, name, getattr(module, name)) for module, name in real]
-        counts = {"all_to_all_single": self._all_to_all, "batch_isend_irecv": self._batch}
+        counts = {"all_to_all_single": self._all_to_all, "isend": self._send, "send": self._send}
+        counted: dict[Any, Any] = {}
         try:
             for module, name, function in real:
-                setattr(module, name, self._counted(function, counts.get(name, self._gather)))
+                if function not in counted:
+                    counted[function] = self._counted(function, counts.get(name, self._gather))
+                setattr(module, name, counted[function])
             yield self
         finally:
             for module, name, function in real:
@@ -50,12 +55,13 @@ class Meter:
 
         return counted
 
-    def _batch(self, operations: list[Any]) -> None:
-        here = current().node_of(dist.get_rank())
-        for operation in operations:
-            if operation.op is dist.isend and current().node_of(operation.peer) != here:
-                self.messages += 1
-                self.payload += operation.tensor.nbytes
+    def _send(
+        self, tensor: Any, dst: Any = None, group: Any = None, tag: int = 0, group_dst: Any = None
+    ) -> None:
+        peer = dist.get_global_rank(group, group_dst) if dst is None else dst
+        if current().node_of(peer) != current().node_of(dist.get_rank()):
+            self.messages += 1
+            self.payload += tensor.nbytes
 
     def _all_to_all(
         self,
