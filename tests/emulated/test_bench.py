@@ -56,6 +56,22 @@ def test_expert_counts_what_crossed_between_nodes(tmp_path):
     assert all(r["messages"] < upstream["messages"] for r in ours if r["chunks"] == 1)
 
 
+def test_a_dispatcher_that_is_wrong_is_not_measured(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", ROOT / "tests/emulated/disagree.py", tmp_path],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    told = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert told["nothing"] == "measured"
+    for mutation in ("rows", "probs"):
+        assert f"outputs of {mutation} differ from those of alltoall" in told[mutation]
+    assert "probability gradients of gradient differ" in told["gradient"]
+
+
 def test_step_trains_with_paths_off_and_on(tmp_path):
     model = (
         "--num-layers 1 --hidden-size 128 --num-experts 8 --moe-router-topk 4 --seq-length 64 "

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.efa.errors import EfaError
+
 UPSTREAM = ("alltoall", "allgather")
 OURS = "hierarchical"
 
@@ -41,11 +43,10 @@ def groups() -> Any:
 
 
 def build(arm: Arm, experts: int, topk: int, hidden: int, dtype: torch.dtype, pg: Any) -> Any:
-    """The dispatcher of one expert layer on this rank, as `MoELayer` makes it."""
-    from megatron.core.transformer.moe import token_dispatcher
+    """The dispatcher that `MoELayer` makes on this rank. Raises EfaError if it knows none such."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    world, rank = dist.get_world_size(), dist.get_rank()
     config = TransformerConfig(
         num_layers=1,
         hidden_size=hidden,
@@ -53,7 +54,7 @@ def build(arm: Arm, experts: int, topk: int, hidden: int, dtype: torch.dtype, pg
         num_moe_experts=experts,
         moe_router_topk=topk,
         moe_ffn_hidden_size=hidden,
-        expert_model_parallel_size=world,
+        expert_model_parallel_size=dist.get_world_size(),
         moe_token_dispatcher_type=arm.dispatcher,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -61,10 +62,22 @@ def build(arm: Arm, experts: int, topk: int, hidden: int, dtype: torch.dtype, pg
         fp16=dtype == torch.float16,
         add_bias_linear=False,
     )
-    local = experts // world
-    indices = list(range(rank * local, (rank + 1) * local))
-    kind = {
-        "alltoall": "MoEAlltoAllTokenDispatcher",
-        "allgather": "MoEAllGatherTokenDispatcher",
-    }[arm.dispatcher]
-    return getattr(token_dispatcher, kind)(local, indices, config, pg_collection=pg)
+    parts = MoESubmodules(experts=_nothing, router=_nothing)
+    try:
+        dispatcher = MoELayer(config, parts, pg_collection=pg).token_dispatcher
+    except ValueError as error:
+        if arm.dispatcher not in str(error):
+            raise
+        raise EfaError(
+            f"--dispatchers: this checkout has no dispatcher {arm.dispatcher}: there are "
+            f"{', '.join(UPSTREAM)}"
+        ) from error
+    if arm.chunks is not None:
+        if not hasattr(dispatcher, "chunks"):
+            raise EfaError(f"--chunks: the dispatcher {arm.dispatcher} is not cut into chunks")
+        dispatcher.chunks = arm.chunks
+    return dispatcher
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands for a layer's router and experts, which the benchmark brings itself."""

@@ -5,6 +5,7 @@ tokens, routing and expert weights, and must agree. docs/bench.md says what is m
 """
 
 import argparse
+import itertools
 import multiprocessing
 import sys
 from collections.abc import Sequence
@@ -58,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
 
     arms = dispatchers.arms(args.dispatchers.split(","), _integers(args.chunks))
     cases = _cases(args)
+    for (nodes, per_node), case in itertools.product(shapes, cases):
+        if case.layer.experts % (nodes * per_node):
+            raise EfaError(
+                f"{case.layer.experts} experts of {case.layer.name} do not divide among "
+                f"{nodes}x{per_node} ranks: give other --shapes"
+            )
     records = []
     for nodes, per_node in shapes:
-        for case in cases:
-            if case.layer.experts % (nodes * per_node):
-                raise EfaError(
-                    f"{case.layer.experts} experts of {case.layer.name} do not divide among "
-                    f"{nodes}x{per_node} ranks: give other --shapes"
-                )
         records += _measure(args, nodes, per_node, cases, arms, out)
         out.write_records(records, rate=args.rate)  # also if a later shape fails
     print(expert_records.table(records))
@@ -96,7 +97,7 @@ def _preload(gpu: bool) -> None:
     verify_at_start()
     if not gpu:
         cpu.enable()
-    import megatron.core.transformer.moe.token_dispatcher  # noqa: F401
+    import megatron.core.transformer.moe.moe_layer  # noqa: F401
 
 
 def _cases(args: argparse.Namespace) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.efa.bench import bounds, dispatchers, routing
-from megatron.efa.bench.meter import Meter
+from megatron.efa.bench.meter import Meter, asleep
 from megatron.efa.emulate import network
 from megatron.efa.errors import EfaError
 
@@ -43,7 +43,8 @@ class Turns:
     ends: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     """Bytes that left the node in each turn, on its first rank; empty without links."""
-    blocked: list[float] = field(default_factory=list)
+    slept: list[float] = field(default_factory=list)
+    """Seconds of each turn in which the rank waited for data; empty where that is not known."""
     messages: int = 0
     payload: int = 0
 
@@ -171,6 +172,7 @@ class Runner:
         meter = Meter()
         with meter.watching():
             self.meet.wait()
+            mark = asleep()
             turns.starts.append(time.monotonic())
             output = self.forward(dispatcher)
             _settle(self.gpu)
@@ -178,11 +180,13 @@ class Runner:
             output.backward(self.grad)
             _settle(self.gpu)
             turns.ends.append(time.monotonic())
+            slept = None if mark is None or self.gpu else asleep(mark)
             self.meet.wait()
         after = self._link_bytes()
         if before is not None:
             turns.sent.append(after - before)
-        turns.blocked.append(meter.blocked)
+        if slept is not None:
+            turns.slept.append(slept)
         turns.messages, turns.payload = meter.messages, meter.payload
 
     def forward(self, dispatcher: Any) -> torch.Tensor:
@@ -208,9 +212,9 @@ class Runner:
             output.backward(self.grad)
             made = {
                 "outputs": output.detach(),
-                "token gradients": self.hidden.grad,
-                "probability gradients": self.probs.grad * self.map,
-                "expert gradients": self.scale.grad,
+                "token gradients": _or_zeros(self.hidden),
+                "probability gradients": _or_zeros(self.probs) * self.map,
+                "expert gradients": _or_zeros(self.scale),
             }
             made = {name: tensor.float() for name, tensor in made.items()}
             reference = made if reference is None else reference
@@ -233,3 +237,8 @@ class Runner:
 def _settle(gpu: bool) -> None:
     if gpu:
         torch.cuda.synchronize()
+
+
+def _or_zeros(leaf: torch.Tensor) -> torch.Tensor:
+    """The gradient of a leaf, zeros where none has come to it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -49,7 +49,7 @@ def records_of(
         ]
         crossed = round(statistics.summary(sent).median) if sent else None
         gain = None if flat is None else statistics.ratio(flat, seconds)
-        blocked = [max(waits) for waits in zip(*(one.blocked for one in ranks), strict=True)]
+        slept = [max(waits) for waits in zip(*(one.slept for one in ranks), strict=True)]
         records.append(
             {
                 "dispatcher": ranks[0].arm.dispatcher,
@@ -69,9 +69,7 @@ def records_of(
                 "ms_low": ms.low,
                 "ms_high": ms.high,
                 "ms_forward": statistics.summary(_spans(ranks, "starts", "middles")).median * 1e3,
-                "exposed_ms": None
-                if backend == "nccl"
-                else statistics.summary(blocked).median * 1e3,
+                "exposed_ms": statistics.summary(slept).median * 1e3 if slept else None,
                 "inter_node_bytes": crossed,
                 "payload_bytes": sum(one.payload for one in ranks),
                 "bound_bytes": bound,

@@ -1,9 +1,11 @@
-"""What one rank's collectives send to other nodes, and how long the rank is blocked in them."""
+"""What one rank's collectives send to other nodes, and how long the rank waits for them."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,51 +25,43 @@ class Meter:
     payload: int = 0
     """Bytes of those messages; of gathers and reductions, which choose their own routes, the
     bytes that a flat exchange would send."""
-    blocked: float = 0.0
-    """Seconds in which the rank did nothing but wait: in synchronous calls, and in `wait()`."""
     _far: dict[Any, list[bool]] = field(default_factory=dict)
 
     @contextmanager
     def watching(self) -> Iterator["Meter"]:
         """Rebind the functions of torch.distributed to counting ones."""
-        real = [(dist, name) for name in ("all_to_all_single", "batch_isend_irecv", *_GATHERS)]
+        names = ("all_to_all_single", "isend", "send", *_GATHERS)
+        # Where torch looks them up as well: its P2POp takes its own isend only.
+        real = [(module, name) for module in (dist, dist.distributed_c10d) for name in names]
         # Upstream binds these when it is imported.
         real += [(mappings, name) for name in ("dist_all_gather_func", "dist_reduce_scatter_func")]
         real = [(module, name, getattr(module, name)) for module, name in real]
+        counts = {"all_to_all_single": self._all_to_all, "isend": self._send, "send": self._send}
+        counted: dict[Any, Any] = {}
         try:
             for module, name, function in real:
-                if name == "batch_isend_irecv":
-                    setattr(module, name, self._batched(function))
-                else:
-                    count = self._all_to_all if name == "all_to_all_single" else self._gather
-                    setattr(module, name, self._timed(function, count))
+                if function not in counted:
+                    counted[function] = self._counted(function, counts.get(name, self._gather))
+                setattr(module, name, counted[function])
             yield self
         finally:
             for module, name, function in real:
                 setattr(module, name, function)
 
-    def _timed(self, function: Callable[..., Any], count: Callable[..., None]) -> Any:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def _counted(self, function: Callable[..., Any], count: Callable[..., None]) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             count(*args, **kwargs)
-            start = time.perf_counter()
-            work = function(*args, **kwargs)
-            if work is None:
-                self.blocked += time.perf_counter() - start
-                return None
-            return _Work(work, self)
+            return function(*args, **kwargs)
 
-        return timed
+        return counted
 
-    def _batched(self, function: Callable[..., Any]) -> Any:
-        def batched(operations: list[Any]) -> Any:
-            here = current().node_of(dist.get_rank())
-            for operation in operations:
-                if operation.op is dist.isend and current().node_of(operation.peer) != here:
-                    self.messages += 1
-                    self.payload += operation.tensor.nbytes
-            return [_Work(work, self) for work in function(operations)]
-
-        return batched
+    def _send(
+        self, tensor: Any, dst: Any = None, group: Any = None, tag: int = 0, group_dst: Any = None
+    ) -> None:
+        peer = dist.get_global_rank(group, group_dst) if dst is None else dst
+        if current().node_of(peer) != current().node_of(dist.get_rank()):
+            self.messages += 1
+            self.payload += tensor.nbytes
 
     def _all_to_all(
         self,
@@ -102,17 +96,19 @@ class Meter:
         return self._far[group]
 
 
-class _Work:
-    """A pending collective whose `wait` is timed."""
+def asleep(start: tuple[float, float, float] | None = None) -> Any:
+    """Without `start` a mark, with one the seconds since it in which this thread slept.
 
-    def __init__(self, work: Any, meter: Meter) -> None:
-        self._work, self._meter = work, meter
-
-    def wait(self, *args: Any) -> Any:
-        start = time.perf_counter()
-        done = self._work.wait(*args)
-        self._meter.blocked += time.perf_counter() - start
-        return done
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+    That is time neither on a CPU nor in wait of one (the kernel's schedstat): the thread, which has
+    no other reason to sleep, waited for data. None where the kernel keeps no such times.
+    """
+    try:
+        path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        running, queued, _ = path.read_text().split()
+    except OSError:
+        return None
+    now = (time.perf_counter(), int(running) / 1e9, int(queued) / 1e9)
+    if start is None:
+        return now
+    wall, running, queued = (b - a for a, b in zip(start, now, strict=True))
+    return max(0.0, wall - running - queued)

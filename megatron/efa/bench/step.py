@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--nodes", type=int, default=4, help="nodes (default: 4)")
     option("--ranks-per-node", type=int, default=2, help="ranks a node (default: 2)")
-    option("--rate", default="100mbit", help="rate of each node's link (default: 100mbit)")
+    option("--rate", default="200mbit", help="rate of each node's link (default: 200mbit)")
     option(
         "--arms",
         default="off,each,all",

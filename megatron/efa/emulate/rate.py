@@ -66,10 +66,9 @@ def token_bucket(rate: Rate) -> TokenBucket:
 
     The burst is what may leave at once after a pause: at least one 64 KiB segment with its headers,
     as the kernel would otherwise cut it up at great cost, and at most 1 ms of the rate beyond that,
-    so that short messages are held to the rate as well. The queue takes 50 ms more before it drops.
+    so that short messages are held to the rate as well. The queue takes 50 ms and 4 MiB more before
+    it drops: what a few ranks have in flight, so that TCP repeats (and counts) next to nothing.
     """
     per_second = round(rate.bytes_per_second)
     burst = max(72 * 1024, per_second // 1000)
-    return TokenBucket(
-        rate=per_second, burst=burst, limit=burst + max(per_second // 20, 256 * 1024)
-    )
+    return TokenBucket(rate=per_second, burst=burst, limit=burst + per_second // 20 + (4 << 20))
