@@ -62,8 +62,8 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "--efa-expert-chunks",
         type=_positive,
         metavar="N",
-        help="chunks in which the hierarchical dispatcher sends a layer's tokens, so that nodes and "
-        "rails are busy at once; default by message size (docs/expert.md)",
+        help="chunks in which the hierarchical dispatcher sends a layer's tokens, so that nodes "
+        "and rails are busy at once; default by message size (docs/expert.md)",
     )
     group.add_argument(
         "--efa-dispatch-dtype",

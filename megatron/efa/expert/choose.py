@@ -95,5 +95,5 @@ def better(layer: Layer, costs: Costs) -> tuple[str, str]:
 
 
 def _beside(crossing: float, in_node: float, costs: Costs) -> float:
-    """Of two transfers at once: on CPUs their sum, for copying takes the cores that sockets need."""
+    """Of two transfers at once: on CPUs their sum, for copying takes the sockets' cores."""
     return max(crossing, in_node) if costs.gpu else crossing + in_node

@@ -20,8 +20,8 @@ from megatron.efa.expert.transport import Fill, Lists, Way
 class Dispatch(torch.autograd.Function):
     """Tokens [T, H] and their probabilities [T, k] to the ranks of their experts: [R, H], [R, k].
 
-    The outputs are there once `trip.way.arriving` has been waited for. Backward: the sums of what comes
-    back, at each level in fp32.
+    The outputs are there once `trip.way.arriving` has been waited for. Backward: the sums of what
+    comes back, at each level in fp32.
     """
 
     @staticmethod

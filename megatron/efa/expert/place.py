@@ -1,4 +1,4 @@
-"""Where this rank stands in its expert-parallel group: its node, its rail, and who has an expert."""
+"""Where a rank stands in its expert-parallel group: its node and its rail."""
 
 from dataclasses import dataclass
 from typing import Any

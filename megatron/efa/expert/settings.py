@@ -47,7 +47,7 @@ def configure(args: Namespace) -> None:
             )
     if args.moe_token_dispatcher_type == NAME:
         groups.expect("ep", PURPOSE)
-        _compare_groups(args)
+        _report(args)
     elif _fp8:
         raise EfaError(
             "--efa-dispatch-dtype fp8 is the hierarchical dispatcher's, and this run has "
@@ -92,8 +92,8 @@ def check(config: Any) -> None:
     modules = {getattr(module, "name", str(module)) for module in config.cuda_graph_modules or ()}
     if config.cuda_graph_impl != "none" and (not modules or modules & {"moe", "moe_preprocess"}):
         raise ValueError(
-            "CUDA graphs of the MoE dispatch: the hierarchical dispatcher reads counts on the host; "
-            "leave moe and moe_preprocess out of --cuda-graph-modules"
+            "CUDA graphs of the MoE dispatch: the hierarchical dispatcher reads counts on the host;"
+            " leave moe and moe_preprocess out of --cuda-graph-modules"
         )
 
 
@@ -131,15 +131,20 @@ def _shape(args: Namespace) -> Shape:
     return shape_of(ranks, current().domain_of)
 
 
-def _compare_groups(args: Namespace) -> None:
-    """Warn where the router's groups of experts are not the nodes'."""
-    routed = args.moe_router_num_groups
-    if args.rank != 0 or not routed:
+def _report(args: Namespace) -> None:
+    """Say how expert groups lie, and warn where the router's groups of experts are not nodes."""
+    if args.rank != 0:
         return
-    nodes = _shape(args).nodes
-    if nodes > 1 and routed != nodes:
+    shape, routed = _shape(args), args.moe_router_num_groups
+    lie = f"{shape.nodes} nodes of {shape.per_node} ranks" if shape.even else "uneven nodes"
+    print(
+        f"> experts over {lie}, dispatched in "
+        f"{f'{_chunks} chunks' if _chunks else f'up to {MOST_CHUNKS} chunks'}"
+        f"{' in e4m3' if _fp8 else ''}"
+    )
+    if shape.nodes > 1 and routed and routed != shape.nodes:
         _log.warning(
             f"--moe-router-num-groups {routed} limits a token to {args.moe_router_group_topk} "
-            f"groups of experts, but an expert group spans {nodes} nodes: with as many groups as "
-            "nodes a token would cross the network no more often than that"
+            f"groups of experts, but an expert group spans {shape.nodes} nodes: with as many "
+            "groups as nodes a token would cross the network no more often than that"
         )
