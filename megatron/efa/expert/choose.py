@@ -11,6 +11,8 @@ from megatron.efa.cluster.model import Link
 from megatron.efa.comm.choose import SHARE, Costs
 
 MOST_CHUNKS = 4
+PEERS_AT_ONCE = 8
+"""Messages of an all-to-all that share one latency: what is sent to more peers waits its turn."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,7 @@ def flat_seconds(layer: Layer, costs: Costs) -> float:
     copies, _, _ = rows_a_token(layer)
     ranks = layer.nodes * layer.per_node
     near_copies = layer.topk - copies
-    far_peers, near_peers = ranks - layer.per_node, layer.per_node - 1
-    latency = far_peers * costs.far.latency + near_peers * costs.near.latency
+    latency = _latency(ranks - layer.per_node, layer.per_node - 1, costs)
     crossing = copies * layer.size / costs.far.peak
     in_node = near_copies * layer.size / costs.near.peak
     return 2 * (latency + costs.stage) + _beside(crossing, in_node, costs)
@@ -64,7 +65,7 @@ def hierarchical_seconds(layer: Layer, costs: Costs, chunks: int) -> float:
     _, copies, ranks = rows_a_token(layer)
     crossing = copies * layer.size / costs.far.peak
     in_node = ranks * layer.size / costs.near.peak
-    latency = (layer.nodes - 1) * costs.far.latency + (layer.per_node - 1) * costs.near.latency
+    latency = _latency(layer.nodes - 1, layer.per_node - 1, costs)
     uncovered = min(crossing, in_node) / chunks if costs.gpu else 0
     stages = (2 * chunks + 2) * costs.stage
     return stages + (chunks + 1) * latency + _beside(crossing, in_node, costs) + uncovered
@@ -92,6 +93,11 @@ def better(layer: Layer, costs: Costs) -> tuple[str, str]:
         f"dispatch of {layer.size / 2**20:.3g} MiB is modelled at {1e3 * ours:.3g} ms instead of "
         f"{1e3 * flat:.3g} ms"
     )
+
+
+def _latency(far_peers: int, near_peers: int, costs: Costs) -> float:
+    turns = (min(peers, max(1, peers / PEERS_AT_ONCE)) for peers in (far_peers, near_peers))
+    return sum(n * link.latency for n, link in zip(turns, (costs.far, costs.near), strict=True))
 
 
 def _beside(crossing: float, in_node: float, costs: Costs) -> float:
