@@ -53,3 +53,15 @@ def test_trains_as_upstream(ours, fork, name):
     tolerance = 5e-3 if "--bf16" in flags else 1e-5
     assert close(two_level.losses, theirs.losses, tolerance)
     assert close(two_level.grad_norms, theirs.grad_norms, tolerance)
+
+
+def test_a_run_goes_on_with_the_other_dispatcher(ours, fork, tmp_path):
+    """Weights and optimizer states are the same in both."""
+    flags = [*ep(4), *EIGHT, "--use-distributed-optimizer"]
+    save = ["--save", str(tmp_path), "--save-interval", "2"]
+    load = ["--load", str(tmp_path), "--ckpt-step", "2"]
+    unbroken = fork.run(4, [*flags, *save], STEPS).checked()
+    switched = ours.run(4, [*flags, *load, *HIERARCHICAL], STEPS, per_node=2).checked()
+    assert len(switched.steps) == STEPS - 2
+    assert close(switched.losses, unbroken.losses[2:], 1e-5)
+    assert close(switched.grad_norms, unbroken.grad_norms[2:], 1e-5)
