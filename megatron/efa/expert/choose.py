@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import comb
 
 from megatron.efa.cluster.model import Link
-from megatron.efa.comm.choose import SHARE, Costs
+from megatron.efa.comm.choose import MARGIN, SHARE, Costs
 
 MOST_CHUNKS = 4
 PEERS_AT_ONCE = 8
@@ -87,7 +87,7 @@ def better(layer: Layer, costs: Costs) -> tuple[str, str]:
     copies, once, _ = rows_a_token(layer)
     flat = flat_seconds(layer, costs)
     ours = hierarchical_seconds(layer, costs, chunks_of(layer.nodes, layer.size, costs))
-    chosen = "hierarchical" if ours < flat else "alltoall"
+    chosen = "hierarchical" if ours < MARGIN * flat else "alltoall"
     return chosen, (
         f"on {shape} a token crosses the network {once:.2f} times instead of {copies:.2f}, and a "
         f"dispatch of {layer.size / 2**20:.3g} MiB is modelled at {1e3 * ours:.3g} ms instead of "

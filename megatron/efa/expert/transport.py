@@ -110,19 +110,19 @@ class Way:
         `find` tells where rows go, the first time. Returns what to wait for.
         """
         pieces = [self._outward(chunk, message, fill, out, find) for chunk in self.chunks]
-        return self._launch(pieces, out)
+        return self._launch(pieces, out, rail_first=True)
 
     def homeward(self, message: Message, rows: torch.Tensor, out: Sequence[torch.Tensor]) -> Handle:
         """Sum `rows` uint8 [R, size] over the ranks and nodes of each token, in fp32 at each level,
         into `out`, one [T, width] a column. Returns what to wait for."""
         pieces = [self._homeward(chunk, message, rows, out) for chunk in self.chunks]
-        return self._launch(pieces, rows)
+        return self._launch(pieces, rows, rail_first=False)
 
-    def _launch(self, pieces: list[Stage], tensor: torch.Tensor) -> Handle:
+    def _launch(self, pieces: list[Stage], tensor: torch.Tensor, rail_first: bool) -> Handle:
         if self.place.two is None:
             rounds(pieces)
             return Handle()
-        return launch(self.place.two, pieces, [tensor], async_op=True)
+        return launch(self.place.two, pieces, [tensor], async_op=True, rail_first=rail_first)
 
     def _outward(
         self, chunk: Chunk, message: Message, fill: Fill, out: torch.Tensor, find: Find | None
