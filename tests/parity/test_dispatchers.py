@@ -57,7 +57,8 @@ EXAMPLES = {"max_examples": 40, "deadline": None, "suppress_health_check": list(
 @settings(**EXAMPLES)
 @given(case=cases())
 def test_outputs_and_gradients_are_upstreams(ranks, case):
-    """Within 1e-5 in fp32; within a unit in the last place of sums of magnitudes in 16 bits."""
+    """Within 1e-5 in fp32. In 16 bits within four roundings, half a unit in the last place each:
+    one by the experts here, one for each level of the sum."""
     for difference in ranks(compare, case):
         assert difference is None or max(difference.values()) <= 1, difference
 
@@ -215,7 +216,7 @@ def compare(rank, case):
     finally:
         switches._fp8 = False
     assert torch.equal(counts, their_counts.cpu()), (counts, their_counts)
-    unit = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+    unit = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps / 2
     if case.get("fp8"):
         unit = max(unit, 1.5 * 2**-4)  # half a step of e4m3, and room for the scale
     least = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, 1e-11)
