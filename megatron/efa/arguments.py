@@ -58,6 +58,13 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="gradients and parameters of data parallelism in the node first, then along rails: "
         "where that is faster (auto), or wherever a group has both (on) (docs/data-parallel.md)",
     )
+    group.add_argument(
+        "--efa-placement",
+        choices=("off", "on"),
+        default="off",
+        help="give hosts the ranks between which the network is near, by permuting RANK before "
+        "torch.distributed starts (docs/placement.md)",
+    )
     return parser
 
 
