@@ -6,6 +6,7 @@ up. The cost of an order is bytes of a step (`traffic`) times network distance (
 summed over pairs of nodes; `search` looks for the order of least cost.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -29,12 +30,14 @@ class Placement:
     """Axis -> bytes x hops per step, before and after; axes that stay in nodes are left out."""
     note: str = ""
     """Why hosts stay as they came, where there was nothing to choose by."""
+    previous: tuple[str, ...] = ()
+    """Host names in rank order of the start before, if it was to be followed."""
 
     @property
     def moved(self) -> int:
-        """How many places got another host."""
-        pairs = zip(self.before.nodes, self.after.nodes, strict=True)
-        return sum(old.name != new.name for old, new in pairs)
+        """How many places got another host than before (than at the previous start, if given)."""
+        old = self.previous or [node.name for node in self.before.nodes]
+        return sum(a != b.name for a, b in zip(old, self.after.nodes, strict=True))
 
     @property
     def totals(self) -> tuple[float, float]:
@@ -68,8 +71,8 @@ def place(cluster: Cluster, sizes: Sizes, previous: Sequence[str] | None = None)
     ranks, and hosts new to it, else spares, take the ranks of those that are gone.
     Raises EfaError for sizes that do not fit, equal host names, or a `previous` of other length.
     """
-    names = [node.name for node in (*cluster.nodes, *cluster.spares)]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(names) > 1 else []
+    names = sorted(node.name for node in (*cluster.nodes, *cluster.spares))
+    twice = [name for name, following in itertools.pairwise(names) if name == following]
     if twice:
         raise EfaError(
             f"the cluster has two hosts of the name {twice[0]} ({cluster.source or 'description'}):"
@@ -79,7 +82,7 @@ def place(cluster: Cluster, sizes: Sizes, previous: Sequence[str] | None = None)
     if len({node.gpus for node in before.nodes}) > 1:
         note = "hosts stay as they came, since they hold different numbers of ranks"
         sizes.grids(before.world_size)
-        return Placement(before, before, {}, note)
+        return Placement(before, before, {}, note, tuple(previous or ()))
     by_axis = Traffic(sizes, before.world_size).between_nodes(before.nodes[0].gpus)
     weight = np.sum(list(by_axis.values()), axis=0)
     if previous is not None:
@@ -95,10 +98,12 @@ def place(cluster: Cluster, sizes: Sizes, previous: Sequence[str] | None = None)
         for axis, part in by_axis.items()
         if part.any()
     }
-    return Placement(before, after, distances)
+    return Placement(before, after, distances, previous=tuple(previous or ()))
 
 
-def ordered_hosts(cluster: Cluster, sizes: Sizes, previous: Sequence[str] | None = None) -> list:
+def ordered_hosts(
+    cluster: Cluster, sizes: Sizes, previous: Sequence[str] | None = None
+) -> list[str]:
     """Host names in rank order, for a launcher: the first is node rank 0, and so on."""
     return [node.name for node in place(cluster, sizes, previous).after.nodes]
 

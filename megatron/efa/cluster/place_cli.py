@@ -1,4 +1,4 @@
-"""`megatron-efa topology place`: the order of hosts for a job, before and after, for people and launchers.
+"""`megatron-efa topology place`: the order of hosts for a job, for people and for launchers.
 
 Sizes are Megatron's flags, or a config's keys; what neither says is a default of `traffic.Sizes`.
 """
@@ -107,7 +107,8 @@ def as_text(placement: Placement) -> str:
     for axis, (old, new) in [*rows, ("total", placement.totals)] if rows else []:
         change = f"{new / old - 1:+.1%}" if old else ""
         lines.append(f"{axis:8}{old / 1e9:16.4g}{new / 1e9:12.4g}{change:>9}")
-    came = {node.name: index for index, node in enumerate(placement.before.nodes)}
+    old_names = placement.previous or [node.name for node in placement.before.nodes]
+    came = {name: index for index, name in enumerate(old_names)}
     width = max(len(node.name) for node in placement.after.nodes) + 2
     lines += [*([""] if rows else []), f"{'node':>5}  {'host':{width}}{'ranks':13}{'was':>5}  path"]
     for index, (node, ranks) in enumerate(_with_ranks(placement.after)):

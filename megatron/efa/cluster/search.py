@@ -186,11 +186,11 @@ def _polish(
 ) -> np.ndarray:
     """Improve the most promising of `tried`, and where that is cheap, shaken copies of the best."""
     count = len(tried[0])
-    effort = max(200_000_000 // count**3, 1)  # how many searches fit in about a second
+    effort = 30_000_000 // count**3  # how many searches from a near start fit in a second or so
     ranked = sorted(tried, key=price)
     best = ranked[0]
-    for order in _distinct(ranked)[: min(3 + effort, len(ranked))]:
-        best = min(best, improve(weight, distance, order, 2 * count), key=price)
+    for order in _distinct(ranked)[: 2 + effort]:
+        best = min(best, improve(weight, distance, order, count), key=price)
     for division in units:
         shifted = by_units(weight, distance, best, division, swaps=len(division))
         best = min(best, improve(weight, distance, shifted, count), key=price)
@@ -200,7 +200,7 @@ def _polish(
         for _ in range(2 + dice.randrange(max(count // 4, 1))):
             a, b = dice.randrange(count), dice.randrange(count)
             shaken[[a, b]] = shaken[[b, a]]
-        best = min(best, improve(weight, distance, shaken, 2 * count), key=price)
+        best = min(best, improve(weight, distance, shaken, count), key=price)
     return best
 
 
