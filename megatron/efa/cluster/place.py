@@ -119,7 +119,8 @@ def _searched(cluster: Cluster, sizes: Sizes, weight: np.ndarray) -> Sequence[No
         for division in _units(sizes, cluster.world_size, cluster.nodes[0].gpus)
         if 1 < division.shape[1] < len(named)
     ]
-    starts = [count, np.array(search.tree_order(paths, list(count)))]
+    by_path = sorted(count, key=lambda i: named[i].path)
+    starts = [count, np.array(by_path), np.array(search.tree_order(paths, count.tolist()))]
     order = search.search(weight, distance, paths, starts, divisions)
     nodes = [named[i] for i in order]
     # Rounding aside, equal means that nothing is gained by moving.

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import socket
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -181,7 +182,13 @@ def _exchange(rank: int, args: Namespace, sizes: Sizes) -> dict[str, Any]:
         if rank == 0:
             store.set("answer", json.dumps(_answer(store, args.world_size, sizes, wait)))
         store.wait(["answer"], wait + timedelta(seconds=_GRACE_S))
-        return json.loads(store.get("answer"))
+        answer = json.loads(store.get("answer"))
+        store.add("read", 1)
+        if rank == 0 and "error" in answer:  # this process may serve the store, and is to end
+            deadline = time.monotonic() + _GRACE_S
+            while store.add("read", 0) < args.world_size and time.monotonic() < deadline:
+                time.sleep(0.05)
+        return answer
     except (dist.DistError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise EfaError(
