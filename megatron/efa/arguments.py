@@ -59,6 +59,20 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "where that is faster (auto), or wherever a group has both (on) (docs/data-parallel.md)",
     )
     group.add_argument(
+        "--efa-expert-chunks",
+        type=_positive,
+        metavar="N",
+        help="chunks in which the hierarchical dispatcher sends a layer's tokens, so that nodes "
+        "and rails are busy at once; default by message size (docs/expert.md)",
+    )
+    group.add_argument(
+        "--efa-dispatch-dtype",
+        choices=("bf16", "fp8"),
+        default="bf16",
+        help="of tokens on the way to their experts with the hierarchical dispatcher: as they are "
+        "(bf16), or e4m3 with a scale for 128 values (docs/expert.md)",
+    )
+    group.add_argument(
         "--efa-placement",
         choices=("off", "on"),
         default="off",
@@ -66,6 +80,12 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "torch.distributed starts (docs/placement.md)",
     )
     return parser
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError("at least 1")
+    return value
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -150,7 +150,7 @@ def _find(cluster: Cluster, names: Sequence[str]) -> str:
             if len(same) == 1:
                 return same[0]
     raise EfaError(
-        f"host {names[-1]} is not in the description of the cluster "
+        f"host {names[0]} is not in the description of the cluster "
         f"({cluster.source or 'no source'}; it has {nodes[0].name}, ...): describe the hosts that "
         "the job runs on, or set MEGATRON_EFA_HOST to the host's name in it"
     )

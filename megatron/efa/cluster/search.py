@@ -189,7 +189,7 @@ def _polish(
     effort = 30_000_000 // count**3  # how many searches from a near start fit in a second or so
     ranked = sorted(tried, key=price)
     best = ranked[0]
-    for order in _distinct(ranked)[: 2 + effort]:
+    for order in _distinct(ranked)[: 1 + effort]:
         best = min(best, improve(weight, distance, order, count), key=price)
     for division in units:
         shifted = by_units(weight, distance, best, division, swaps=len(division))
