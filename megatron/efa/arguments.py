@@ -72,6 +72,13 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="of tokens on the way to their experts with the hierarchical dispatcher: as they are "
         "(bf16), or e4m3 with a scale for 128 values (docs/expert.md)",
     )
+    group.add_argument(
+        "--efa-placement",
+        choices=("off", "on"),
+        default="off",
+        help="give hosts the ranks between which the network is near, by permuting RANK before "
+        "torch.distributed starts (docs/placement.md)",
+    )
     return parser
 
 

@@ -31,6 +31,7 @@ OUR_FLAGS = (
     "--efa-data-parallel",
     "--efa-expert-chunks",
     "--efa-dispatch-dtype",
+    "--efa-placement",
 )
 
 TEXT = st.text(st.sampled_from("aZ09 -_=./:,'\"#{}[]()&*!|>%@`~?\\é日"), max_size=12)
