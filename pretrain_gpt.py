@@ -16,7 +16,7 @@ def configure() -> Any:
     """Parse and validate Megatron's flags; return the configs that `pretrain` takes."""
     from megatron.efa import data, expert, gpt, groups
     from megatron.efa.arguments import add_efa_arguments
-    from megatron.efa.cluster import ranks
+    from megatron.efa.cluster import current, ranks
     from megatron.training.argument_utils import (
         gpt_config_from_args,
         pretrain_cfg_container_from_args,
@@ -26,6 +26,7 @@ def configure() -> Any:
     args = parse_and_validate_args(
         add_efa_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )
+    current.configure(args)
     ranks.configure(args)  # first: from here on this process may be another rank
     gpt.check(args)
     data.configure(args)

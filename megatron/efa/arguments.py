@@ -46,6 +46,12 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="show the composed YAML and the flags it becomes, and exit",
     )
     group.add_argument(
+        "--efa-cluster",
+        metavar="FILE",
+        help="description of the nodes and their network, the same file on all ranks "
+        "(docs/cluster.md); default: MEGATRON_EFA_CLUSTER, else what torchrun says",
+    )
+    group.add_argument(
         "--efa-groups",
         action="store_true",
         help="process groups made by their members alone and connected before the first step "

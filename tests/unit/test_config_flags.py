@@ -27,6 +27,7 @@ from megatron.efa.config.words import GROUPS
 from megatron.efa.errors import EfaError
 
 OUR_FLAGS = (
+    "--efa-cluster",
     "--efa-groups",
     "--efa-data-parallel",
     "--efa-expert-chunks",

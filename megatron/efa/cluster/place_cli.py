@@ -109,7 +109,7 @@ def as_text(placement: Placement) -> str:
         lines.append(f"{axis:8}{old / 1e9:16.4g}{new / 1e9:12.4g}{change:>9}")
     old_names = placement.previous or [node.name for node in placement.before.nodes]
     came = {name: index for index, name in enumerate(old_names)}
-    width = max(len(node.name) for node in placement.after.nodes) + 2
+    width = max(4, *(len(node.name) for node in placement.after.nodes)) + 2
     lines += [*([""] if rows else []), f"{'node':>5}  {'host':{width}}{'ranks':13}{'was':>5}  path"]
     for index, (node, ranks) in enumerate(_with_ranks(placement.after)):
         held, was = f"{ranks.start}-{ranks.stop - 1}", came.get(node.name)

@@ -9,7 +9,6 @@ LOCAL_RANK and the address of the store stay as they are; a node's ranks move to
 import hashlib
 import json
 import os
-import socket
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -58,15 +57,6 @@ def configure(args: Namespace) -> None:
     os.environ["RANK"] = str(new)
     args.rank = new
     current.use(cluster)
-
-
-def names_of_host() -> list[str]:
-    """What this host may be called in a description, the surest first.
-
-    MEGATRON_EFA_HOST is for where the kernel does not know it (a pod: give it `spec.nodeName`).
-    """
-    said = (os.environ.get(name) for name in ("MEGATRON_EFA_HOST", "SLURMD_NODENAME"))
-    return [*(name for name in said if name), socket.gethostname()]
 
 
 def decide(told: Sequence[dict[str, Any]], cluster: Cluster, sizes: Sizes) -> dict[str, Any]:
@@ -174,7 +164,7 @@ def _exchange(rank: int, args: Namespace, sizes: Sizes) -> dict[str, Any]:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"efa/placement/{attempt}", store)
         mine = {
-            "names": names_of_host(),
+            "names": current.names_of_host(),
             "local_rank": int(os.environ["LOCAL_RANK"]),
             "cluster": digest_of(current.current()),
         }
