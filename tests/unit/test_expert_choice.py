@@ -84,7 +84,7 @@ def test_auto_keeps_an_expert_group_in_one_node_flat(capsys):
     assert flat.moe_token_dispatcher_type == "alltoall"
     said = capsys.readouterr().out
     assert said.count("\n") == 1
-    assert "auto: alltoall, for the 8 ranks of an expert group share a node" in said
+    assert "auto: alltoall, since the 8 ranks of an expert group share a node" in said
 
 
 def test_auto_goes_over_two_levels_between_nodes(capsys):

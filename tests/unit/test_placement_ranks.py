@@ -164,4 +164,4 @@ def test_refuses_what_takes_ranks_from_the_launcher(flag):
 def test_what_a_host_may_be_called(monkeypatch):
     monkeypatch.setenv("MEGATRON_EFA_HOST", "node-7")
     monkeypatch.setenv("SLURMD_NODENAME", "p5-7")
-    assert ranks.names_of_host() == ["node-7", "p5-7", socket.gethostname()]
+    assert current.names_of_host() == ["node-7", "p5-7", socket.gethostname()]

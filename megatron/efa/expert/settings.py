@@ -43,7 +43,7 @@ def configure(args: Namespace) -> None:
         args.moe_token_dispatcher_type, why = _choose(args)
         if args.rank == 0:
             print(
-                f"> --moe-token-dispatcher-type auto: {args.moe_token_dispatcher_type}, for {why}"
+                f"> --moe-token-dispatcher-type auto: {args.moe_token_dispatcher_type}, since {why}"
             )
     if args.moe_token_dispatcher_type == NAME:
         groups.expect("ep", PURPOSE)
