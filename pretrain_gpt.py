@@ -14,7 +14,7 @@ from megatron.efa import entry  # noqa: E402  (the clock starts before the impor
 
 def configure() -> Any:
     """Parse and validate Megatron's flags; return the configs that `pretrain` takes."""
-    from megatron.efa import data, expert, gpt, groups
+    from megatron.efa import data, expert, gpt, groups, pipeline
     from megatron.efa.arguments import add_efa_arguments
     from megatron.efa.cluster import current, ranks
     from megatron.training.argument_utils import (
@@ -31,6 +31,7 @@ def configure() -> Any:
     gpt.check(args)
     data.configure(args)
     expert.configure(args)
+    pipeline.configure(args)
     groups.configure(args)
     return pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
 

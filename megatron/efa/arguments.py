@@ -85,6 +85,13 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="give hosts the ranks between which the network is near, by permuting RANK before "
         "torch.distributed starts (docs/placement.md)",
     )
+    group.add_argument(
+        "--efa-pipeline",
+        choices=("off", "on"),
+        default="off",
+        help="a communicator for each neighbouring stage and direction, and activations that all "
+        "tensor-parallel ranks hold sent once between nodes (docs/paths.md)",
+    )
     return parser
 
 

@@ -33,6 +33,7 @@ OUR_FLAGS = (
     "--efa-expert-chunks",
     "--efa-dispatch-dtype",
     "--efa-placement",
+    "--efa-pipeline",
 )
 
 TEXT = st.text(st.sampled_from("aZ09 -_=./:,'\"#{}[]()&*!|>%@`~?\\é日"), max_size=12)

@@ -69,7 +69,7 @@ def chunks_for(place: Place, size: int, gpu: bool) -> int:
     """Chunks for `size` bytes of tokens of a rank."""
     if place.two is None:
         return 1
-    return choose.chunks_of(place.nodes, size, costs_of(place.two, gpu))
+    return choose.chunks_of(place.nodes, size, costs_of(place.per_node, gpu))
 
 
 def check(config: Any) -> None:
@@ -105,7 +105,7 @@ def _choose(args: Namespace) -> tuple[str, str]:
     if not shape.even:
         return NAME, "an expert group lies unevenly on its nodes, and a rank gets a token once"
     layer = _layer(args, shape)
-    return choose.better(layer, costs_of(shape, gpu))
+    return choose.better(layer, costs_of(shape.per_node, gpu))
 
 
 def _layer(args: Namespace, shape: Shape) -> choose.Layer:
