@@ -86,6 +86,13 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "torch.distributed starts (docs/placement.md)",
     )
     group.add_argument(
+        "--efa-tensor",
+        choices=("off", "auto", "on"),
+        default="off",
+        help="collectives of tensor parallelism that spans nodes in the node first, then along "
+        "rails: where that is faster (auto), or wherever it can be (on) (docs/paths.md)",
+    )
+    group.add_argument(
         "--efa-pipeline",
         choices=("off", "on"),
         default="off",

@@ -34,6 +34,7 @@ OUR_FLAGS = (
     "--efa-dispatch-dtype",
     "--efa-placement",
     "--efa-pipeline",
+    "--efa-tensor",
 )
 
 TEXT = st.text(st.sampled_from("aZ09 -_=./:,'\"#{}[]()&*!|>%@`~?\\é日"), max_size=12)
