@@ -61,7 +61,7 @@ def test_upstreams_tensor_parallel_layers_ask_here(asked):
 
 
 def test_the_loss_and_what_finalizes_gradients_ask_here(asked):
-    import megatron.core.distributed  # whose function of this name hides the module
+    import megatron.core.distributed  # noqa: F401  (whose function of this name hides the module)
     from megatron.core.tensor_parallel import cross_entropy
     from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 
