@@ -28,6 +28,8 @@ class Conditions:
     low: Any
     """1 where GEMMs run in 8 or 4 bits."""
     hopper: Any
+    ultra: Any
+    """1 on B300 and GB300, whose exponentials run at twice the rate of B200's."""
     efa_v2: Any
     """1 on p5: EFA of the second generation and its slower hosts."""
     alltoall: Any
@@ -64,7 +66,7 @@ def breakdown(w: Any, c: Conditions, k: dict[str, float]) -> dict[str, Any]:
     stage = w.uneven / w.stages
     gemm = k["gemm_low"] ** c.low * k["gemm_16"] ** (1 - c.low)
     gemm = gemm * k["gemm_hopper"] ** c.hopper
-    attention_rate = c.peak16 * k["attention"]
+    attention_rate = c.peak16 * k["attention"] * k["attention_ultra"] ** c.ultra
     experts_rate = c.peak * gemm * k["expert_gemm"]
     skew = k["natural"] ** c.natural
     thin = k["drop"] ** c.drop
@@ -94,8 +96,9 @@ def breakdown(w: Any, c: Conditions, k: dict[str, float]) -> dict[str, Any]:
     sharded = (w.fsdp_near / (c.near * k["near"]) + w.fsdp_far / (c.far * 0.8)) * stage
     t["dp"] = np.maximum(sharded - k["fsdp"] * compute, 0.1 * sharded)
     gpu = sum(t.values())
-    launches = w.blocks * k["host_block"] + w.moe_blocks * k["host_moe"]
-    host = launches * 1e-3 * host_factor * k["host_v2"] ** c.efa_v2 * stage
+    launches = (w.blocks * k["host_block"] + w.moe_blocks * k["host_moe"]) * stage
+    launches = launches + w.sends * k["host_send"]
+    host = launches * 1e-3 * host_factor * k["host_v2"] ** c.efa_v2
     t["host"] = soft_max(gpu, host) - gpu
     microbatch = sum(t.values())
     t = {name: value * w.microbatches for name, value in t.items()}

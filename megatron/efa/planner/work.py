@@ -39,6 +39,8 @@ class Work:
     blocks: float
     """Attention, linear and dense blocks that the host launches (recomputed ones count again)."""
     moe_blocks: float
+    sends: float
+    """Exchanges with the neighbouring stages."""
     ep_near: float
     """Bytes that a GPU sends inside its domain."""
     ep_far: float
@@ -136,7 +138,7 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
         attention=2 * core * tokens,
         scan=shape.linear * tokens * shape.linear_heads * shape.linear_dim * 60 * passes["linear"] / 3,
         elementwise=tokens * (
-            attention_layers * BF16 * 24 * h
+            attention_layers * BF16 * 24 * h * shape.streams**0.5
             + (shape.linear + moe_layers) * BF16 * 12 * h
             + dense_layers * BF16 * 12 * shape.ffn
             + moe_layers * BF16 * 12 * shape.shared_ffn
@@ -148,7 +150,13 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
             moe_layers * shape.topk * shape.expert_width * 16 + mlp_width * 14
         ) * passes["moe"] / 3,
         weights=gemm_weights * (2 * BF16 + 2 * FP32),
-        blocks=(attention_layers + shape.linear) * (4 / 3 if full else 1.0) + 0.5 * dense_layers,
+        blocks=(
+            attention_layers * (1.8 if shape.mla else 1.0)
+            + shape.linear
+            + 0.5 * dense_layers
+            + 0.4 * moe_layers * (shape.shared_ffn > 0)
+        ) * (4 / 3 if full else 1.0) * (1.3 if job.tp > 1 else 1.0),
+        sends=float(job.vp * (job.pp > 1)),
         moe_blocks=moe_layers * passes["moe"] / 3,
         ep_near=rows * near * row,
         ep_far=rows * far * row,
