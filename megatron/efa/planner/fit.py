@@ -13,6 +13,7 @@ from megatron.efa.planner import time
 from megatron.efa.planner.layout import Job
 from megatron.efa.planner.machines import Machine
 from megatron.efa.planner.published import Run
+from megatron.efa.planner.shape import Shape
 from megatron.efa.planner.time import Conditions
 from megatron.efa.planner.work import Work, measure
 
@@ -35,12 +36,12 @@ PRIORS: dict[str, tuple[float, float]] = {
     "wire_alltoall": (0.60, 0.25),
     "wire_library": (0.75, 0.2),
     "proxy_rows": (4.0, 0.7),
-    "proxy_v2": (0.5, 0.5),
+    "proxy_v2": (0.3, 0.5),
     "exchange": (0.3, 0.8),
     "proxy_call": (1.0, 0.5),
     "overlap": (0.6, 0.3),
     "natural": (1.3, 0.25),
-    "drop": (1.0, 0.15),
+    "drop": (1.0, 0.1),
     "fsdp": (0.8, 0.2),
     "tp": (1.0, 0.3),
     "heads": (0.6, 0.4),
@@ -49,6 +50,9 @@ PRIORS: dict[str, tuple[float, float]] = {
     "host_v2": (1.5, 0.2),
     "host_send": (2.0, 0.7),
     "attention_ultra": (1.5, 0.2),
+    "weights": (0.5, 0.4),
+    "indexer": (2.0, 0.5),
+    "drop_host": (0.6, 0.3),
     "fixed": (0.05, 0.5),
     "host_2025": (1.2, 0.4),
     "host_2026.02": (1.0, 0.4),
@@ -72,7 +76,7 @@ GUESS = np.log([PRIORS[name][0] for name in NAMES])
 SPREAD = np.array([PRIORS[name][1] for name in NAMES])
 
 
-def conditions(job: Job, machine: Machine) -> Conditions:
+def conditions(shape: Shape, job: Job, machine: Machine) -> Conditions:
     """What picks the constants of one run."""
     peak = {"bf16": machine.bf16, "fp8": machine.fp8, "fp4": machine.fp8 * 1.3}[job.precision]
     return Conditions(
@@ -84,6 +88,7 @@ def conditions(job: Job, machine: Machine) -> Conditions:
         low=float(job.precision != "bf16"),
         hopper=float(machine.name.startswith("H")),
         ultra=float(machine.name.endswith("B300")),
+        indexer=float(shape.indexer > 0),
         efa_v2=float(machine.fabric == "efa" and machine.name.startswith("H")),
         alltoall=float(job.dispatcher == "alltoall" and job.ep > 1),
         proxy=float(job.dispatcher == "proxy" and job.ep > 1),
@@ -112,7 +117,7 @@ class Table:
 def table(runs: list[Run]) -> Table:
     """Stack runs for `fit` and `predict`."""
     works = [measure(run.shape, run.job, run.machine) for run in runs]
-    held = [conditions(run.job, run.machine) for run in runs]
+    held = [conditions(run.shape, run.job, run.machine) for run in runs]
     return Table(
         Work(**{f.name: np.array([getattr(w, f.name) for w in works]) for f in fields(Work)}),
         Conditions(**{f.name: np.array([getattr(c, f.name) for c in held]) for f in fields(Conditions)}),

@@ -153,6 +153,7 @@ def _software(job: Job, row: dict[str, str], machine: Machine) -> Job:
         drop="token-drop" in text or "tokendrop" in text,
         release=_release(text, natural),
         fsdp="fsdp" in text,
+        grad_bytes=2 if source.startswith("Megatron-Bridge") else 4,
     )
 
 

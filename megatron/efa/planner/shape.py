@@ -59,6 +59,8 @@ class Shape:
     """Hybrids whose blocks are either a mixer or an MLP: number of MLP blocks. -1: one in each layer."""
     compressed: float = 1.0
     """Share of the keys that compressed attention reads."""
+    indexer: int = 0
+    """Heads of the indexer of sparse attention."""
     streams: int = 1
     """Residual streams (hyper-connections)."""
     q_lora_gqa: int = 0

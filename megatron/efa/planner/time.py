@@ -32,6 +32,8 @@ class Conditions:
     """1 on B300 and GB300, whose exponentials run at twice the rate of B200's."""
     efa_v2: Any
     """1 on p5: EFA of the second generation and its slower hosts."""
+    indexer: Any
+    """1 for sparse attention, whose indexer has no fused kernels."""
     alltoall: Any
     proxy: Any
     overlap: Any
@@ -76,10 +78,11 @@ def breakdown(w: Any, c: Conditions, k: dict[str, float]) -> dict[str, Any]:
         "experts": w.expert_gemm / experts_rate * skew * thin,
         "attention": w.attention / attention_rate,
         "memory": (
-            w.elementwise + w.heads * k["heads"] + w.permute * k["permute"] * skew * thin + w.scan * k["scan"] + w.weights
+            w.elementwise + w.heads * k["heads"] + w.permute * k["permute"] * skew * thin + w.scan * k["scan"] + w.weights * k["weights"]
         )
         / (c.memory_rate * k["memory"]),
     }
+    kernel = kernel * k["indexer"] ** c.indexer
     t = {name: value * stage * kernel for name, value in t.items()}
     compute = sum(t.values())
     wire = k["wire_alltoall"] * c.alltoall + k["wire_library"] * (1 - c.alltoall)
@@ -98,6 +101,7 @@ def breakdown(w: Any, c: Conditions, k: dict[str, float]) -> dict[str, Any]:
     gpu = sum(t.values())
     launches = (w.blocks * k["host_block"] + w.moe_blocks * k["host_moe"]) * stage
     launches = launches + w.sends * k["host_send"]
+    launches = launches * k["drop_host"] ** c.drop
     host = launches * 1e-3 * host_factor * k["host_v2"] ** c.efa_v2
     t["host"] = soft_max(gpu, host) - gpu
     microbatch = sum(t.values())

@@ -120,7 +120,9 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
     rows = tokens * moe_layers * exchanges
 
     dense_params, expert_params = _held(shape, job)
-    gemm_weights = (dense_params + expert_params) * job.pp
+    table = shape.vocab * h * (1 if shape.tied else 2) / job.tp
+    gemm_weights = (dense_params + expert_params) * job.pp - table
+    gather = 1 if job.precision != "bf16" else BF16
     tp_group_far = job.tp > machine.domain
     tp_bytes = (4 + (2 if full else 0)) * (attention_layers + dense_layers + moe_layers * 0.5)
     tp_bytes *= tokens * job.tp * h * BF16 * (job.tp - 1) / job.tp
@@ -149,7 +151,7 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
         permute=tokens * BF16 * (
             moe_layers * shape.topk * shape.expert_width * 16 + mlp_width * 14
         ) * passes["moe"] / 3,
-        weights=gemm_weights * (2 * BF16 + 2 * FP32),
+        weights=gemm_weights * (2 * gather + 2 * job.grad_bytes),
         blocks=(
             attention_layers * (1.8 if shape.mla else 1.0)
             + shape.linear
