@@ -53,6 +53,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "weights": (0.5, 0.4),
     "indexer": (2.0, 0.5),
     "drop_host": (0.6, 0.3),
+    "expert_rows": (300.0, 0.6),
     "fixed": (0.05, 0.5),
     "host_2025": (1.2, 0.4),
     "host_2026.02": (1.0, 0.4),

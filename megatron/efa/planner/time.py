@@ -69,7 +69,7 @@ def breakdown(w: Any, c: Conditions, k: dict[str, float]) -> dict[str, Any]:
     gemm = k["gemm_low"] ** c.low * k["gemm_16"] ** (1 - c.low)
     gemm = gemm * k["gemm_hopper"] ** c.hopper
     attention_rate = c.peak16 * k["attention"] * k["attention_ultra"] ** c.ultra
-    experts_rate = c.peak * gemm * k["expert_gemm"]
+    experts_rate = c.peak * gemm * k["expert_gemm"] / (1 + k["expert_rows"] / w.expert_rows)
     skew = k["natural"] ** c.natural
     thin = k["drop"] ** c.drop
     kernel, host_factor = _by_release(k, "kernel", c.release), _by_release(k, "host", c.release)

@@ -22,6 +22,8 @@ class Work:
     gemm: float
     """FLOPs in the run's GEMM precision."""
     expert_gemm: float
+    expert_rows: float
+    """Rows that one expert's GEMM sees."""
     head: float
     """FLOPs of the logits, always in bf16."""
     attention: float
@@ -136,6 +138,7 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
     return Work(
         gemm=2 * dense * tokens,
         expert_gemm=2 * routed * tokens,
+        expert_rows=max(tokens * shape.topk * job.ep * job.etp / max(shape.experts, 1), 1.0),
         head=6 * shape.vocab * h * (1 + shape.mtp) * tokens,
         attention=2 * core * tokens,
         scan=shape.linear * tokens * shape.linear_heads * shape.linear_dim * 60 * passes["linear"] / 3,
