@@ -143,7 +143,7 @@ def _software(job: Job, row: dict[str, str], machine: Machine) -> Job:
     natural = "natural routing" in text or "real data" in text
     overlap = bool(re.search(r"overlap=on|ep(?: comm)? overlap(?! off)", text))
     stated = re.search(r"overlap|alltoall|all-to-all|automodel", text)
-    overlap = overlap or (not stated and not natural and job.ep * job.etp > machine.domain)
+    overlap = overlap or (not stated and not natural and job.vp > 1 and job.ep * job.etp > machine.domain)
     overlap = overlap and not re.search(r"no (?:1f1b )?ep overlap|overlap=off", text)
     return replace(
         job,

@@ -143,7 +143,7 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
         attention=2 * core * tokens,
         scan=shape.linear * tokens * shape.linear_heads * shape.linear_dim * 60 * passes["linear"] / 3,
         elementwise=tokens * (
-            attention_layers * BF16 * 24 * h * shape.streams**0.5
+            attention_layers * BF16 * 24 * h * shape.streams
             + (shape.linear + moe_layers) * BF16 * 12 * h
             + dense_layers * BF16 * 12 * shape.ffn
             + moe_layers * BF16 * 12 * shape.shared_ffn
@@ -152,7 +152,7 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
         heads=tokens * attention_layers * BF16 * 10 * shape.heads
         * (shape.query_dim + shape.value_dim),
         permute=tokens * BF16 * (
-            moe_layers * shape.topk * shape.expert_width * 16 + mlp_width * 14
+            moe_layers * shape.topk * shape.expert_width * 16 + mlp_width * 14 * shape.unfused
         ) * passes["moe"] / 3,
         weights=gemm_weights * (2 * gather + 2 * job.grad_bytes),
         blocks=(
@@ -210,12 +210,22 @@ def _held(shape: Shape, job: Job) -> tuple[float, float]:
 
 
 def _uneven(shape: Shape, job: Job) -> float:
-    """Layers of the fullest stage over the mean, chunks being whole layers."""
-    slots = job.pp * job.vp
+    """Time of the fullest stage over the mean: whole layers a stage, MTP and logits on the last.
+
+    The extras count in layers by their multiply-adds; the split is the best that whole layers allow.
+    """
     if job.pp == 1:
         return 1.0
-    per_chunk = -(-shape.layers // slots)
-    return min(per_chunk * slots / shape.layers, 1.35)
+    layer = (shape.active_params() - 2 * shape.vocab * shape.hidden) / shape.layers
+    layer += shape.core_attention(job.seq) * shape.attention_layers / shape.layers
+    extra = shape.mtp + shape.vocab * shape.hidden * (1 + shape.mtp) / layer
+    mean = (shape.layers + extra) / job.pp
+    heights = sorted({n + part for n in range(1, shape.layers + 1) for part in (0.0, extra % 1)})
+    for height in heights:
+        last = int(height - extra + 1e-9) if height >= extra else -shape.layers
+        if (job.pp - 1) * int(height) + last >= shape.layers:
+            return max(height / mean, 1.0)
+    return 1.0
 
 
 def _data_parallel(job: Job, machine: Machine, dense: float, expert: float) -> tuple[float, float]:
