@@ -50,6 +50,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "host_v2": (1.5, 0.2),
     "host_send": (2.0, 0.7),
     "attention_ultra": (1.5, 0.2),
+    "unfused": (1.5, 0.4),
     "weights": (0.5, 0.4),
     "indexer": (2.0, 0.5),
     "drop_host": (0.6, 0.3),
@@ -176,11 +177,15 @@ def _cost(rows: Table, logs: np.ndarray, measured: np.ndarray) -> float:
     return float(data + (((logs - GUESS) / SPREAD) ** 2).sum() / 2)
 
 
-def cross_validate(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """(predictions of every run by constants fitted without its group, constants fitted to all)."""
+def cross_validate(runs: list[Run], hold: str = "group") -> tuple[np.ndarray, np.ndarray]:
+    """(predictions of every run by constants fitted without its group, logs fitted to all).
+
+    `hold`: what makes a group: `group` (model and GPU), `model` or `gpu`.
+    """
     rows = table(runs)
     everything = fit(rows)
-    groups = [run.group for run in runs]
+    keys = {"group": lambda run: run.group, "model": lambda run: run.shape.name}
+    groups = [keys.get(hold, lambda run: run.machine.name)(run) for run in runs]
     out = np.empty(len(runs))
     for group in sorted(set(groups)):
         held = np.array([g == group for g in groups])

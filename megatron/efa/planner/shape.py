@@ -61,8 +61,8 @@ class Shape:
     """Share of the keys that compressed attention reads."""
     indexer: int = 0
     """Heads of the indexer of sparse attention."""
-    unfused: float = 1.0
-    """Passes over the experts' activations relative to a fused SwiGLU (biases, clamps)."""
+    unfused: bool = False
+    """Experts have biases and clamps, which a fused SwiGLU does not cover."""
     streams: int = 1
     """Residual streams (hyper-connections)."""
     q_lora_gqa: int = 0

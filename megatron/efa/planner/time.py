@@ -78,7 +78,11 @@ def breakdown(w: Any, c: Conditions, k: dict[str, float]) -> dict[str, Any]:
         "experts": w.expert_gemm / experts_rate * skew * thin,
         "attention": w.attention / attention_rate,
         "memory": (
-            w.elementwise + w.heads * k["heads"] + w.permute * k["permute"] * skew * thin + w.scan * k["scan"] + w.weights * k["weights"]
+            w.elementwise
+            + w.heads * k["heads"]
+            + (w.permute * k["permute"] + w.unfused * k["unfused"]) * skew * thin
+            + w.scan * k["scan"]
+            + w.weights * k["weights"]
         )
         / (c.memory_rate * k["memory"]),
     }

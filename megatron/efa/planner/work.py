@@ -36,6 +36,8 @@ class Work:
     """Bytes of queries, keys and values between projections and core: rope, norms, concatenation."""
     permute: float
     """Bytes of the experts' permutations, activations and their quantisation."""
+    unfused: float
+    """Bytes of biases and clamps around the experts' activations, where no kernel fuses them."""
     weights: float
     """Bytes of weights read and gradients accumulated by the GEMMs."""
     blocks: float
@@ -152,8 +154,9 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
         heads=tokens * attention_layers * BF16 * 10 * shape.heads
         * (shape.query_dim + shape.value_dim),
         permute=tokens * BF16 * (
-            moe_layers * shape.topk * shape.expert_width * 16 + mlp_width * 14 * shape.unfused
+            moe_layers * shape.topk * shape.expert_width * 16 + mlp_width * 14
         ) * passes["moe"] / 3,
+        unfused=tokens * BF16 * mlp_width * 14 * shape.unfused * passes["moe"] / 3,
         weights=gemm_weights * (2 * gather + 2 * job.grad_bytes),
         blocks=(
             attention_layers * (1.8 if shape.mla else 1.0)
