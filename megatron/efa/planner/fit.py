@@ -50,7 +50,8 @@ PRIORS: dict[str, tuple[float, float]] = {
     "host_v2": (1.5, 0.2),
     "host_send": (2.0, 0.7),
     "attention_ultra": (1.5, 0.2),
-    "unfused": (1.5, 0.4),
+    "unfused": (2.0, 0.25),
+    "fused": (0.7, 0.2),
     "weights": (0.5, 0.4),
     "indexer": (2.0, 0.5),
     "drop_host": (0.6, 0.3),
@@ -90,6 +91,7 @@ def conditions(shape: Shape, job: Job, machine: Machine) -> Conditions:
         low=float(job.precision != "bf16"),
         hopper=float(machine.name.startswith("H")),
         ultra=float(machine.name.endswith("B300")),
+        fused=float(_fused(shape, job, machine)),
         indexer=float(shape.indexer > 0),
         efa_v2=float(machine.fabric == "efa" and machine.name.startswith("H")),
         alltoall=float(job.dispatcher == "alltoall" and job.ep > 1),
@@ -99,6 +101,12 @@ def conditions(shape: Shape, job: Job, machine: Machine) -> Conditions:
         drop=float(job.drop),
         release=job.release,
     )
+
+
+def _fused(shape: Shape, job: Job, machine: Machine) -> bool:
+    """Transformer Engine's fused grouped MLP: MXFP8, gated, Blackwell, since the 26.06 containers."""
+    blackwell = "B" in machine.name
+    return blackwell and shape.gated and job.precision == "fp8" and job.release == "2026.06"
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _software(job: Job, row: dict[str, str], machine: Machine) -> Job:
     text = f"{source} {notes} {row['model']}".lower()
     natural = "natural routing" in text or "real data" in text
     overlap = bool(re.search(r"overlap=on|ep(?: comm)? overlap(?! off)", text))
-    stated = re.search(r"overlap|alltoall|all-to-all|automodel", text)
+    stated = re.search(r"overlap=|(?:ep|comm|1f1b) overlap|alltoall|all-to-all|automodel", text)
     overlap = overlap or (not stated and not natural and job.vp > 1 and job.ep * job.etp > machine.domain)
     overlap = overlap and not re.search(r"no (?:1f1b )?ep overlap|overlap=off", text)
     return replace(
@@ -158,6 +158,8 @@ def _software(job: Job, row: dict[str, str], machine: Machine) -> Job:
 
 
 def _dispatcher(text: str, machine: Machine) -> str:
+    said = re.search(r"dispatcher=([^;]*)", text)
+    text = said.group(1) if said else text
     if re.search(r"uccl|nvshmem", text):
         return "proxy" if machine.fabric == "efa" else "library"
     if re.search(r"nccl alltoall|alltoall|all-to-all", text):

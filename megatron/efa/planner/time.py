@@ -34,6 +34,8 @@ class Conditions:
     """1 on p5: EFA of the second generation and its slower hosts."""
     indexer: Any
     """1 for sparse attention, whose indexer has no fused kernels."""
+    fused: Any
+    """1 where the experts' GEMMs, gated activation and quantisation are one kernel."""
     alltoall: Any
     proxy: Any
     overlap: Any
@@ -71,7 +73,7 @@ def breakdown(w: Any, c: Conditions, k: dict[str, float]) -> dict[str, Any]:
     attention_rate = c.peak16 * k["attention"] * k["attention_ultra"] ** c.ultra
     experts_rate = c.peak * gemm * k["expert_gemm"] / (1 + k["expert_rows"] / w.expert_rows)
     skew = k["natural"] ** c.natural
-    thin = k["drop"] ** c.drop
+    thin = k["drop"] ** c.drop * k["fused"] ** c.fused
     kernel, host_factor = _by_release(k, "kernel", c.release), _by_release(k, "host", c.release)
     t = {
         "compute": w.gemm / (c.peak * gemm) + w.head / (c.peak16 * k["gemm_16"]),
