@@ -19,6 +19,7 @@ from megatron.efa import cpu, refusal
 from megatron.efa.config.compose import compose
 from megatron.efa.config.words import split
 from megatron.efa.errors import EfaError
+from megatron.efa.planner.memory import States
 
 REPLACED = ("moe_grouped_gemm", "fp8", "fp4", "cross_entropy_loss_fusion", "masked_softmax_fusion")
 """Fields of the model's config that choose kernels and leave parameters as they are."""
@@ -42,6 +43,8 @@ class RankReport:
     parameters: int
     expert_parameters: int
     buffers: int
+    split_parameters: int
+    """Those outside experts of which a tensor rank holds a part."""
     modules: dict[str, int]
     """Parameters by module, those of a layer summed over the layers."""
     groups: dict[str, list[int]] = field(default_factory=dict)
@@ -213,10 +216,8 @@ def report(model: list[Any], groups: Any, args: Namespace, rank: int) -> RankRep
     """What the built chunks of `rank` hold."""
     import torch
 
-    from megatron.efa.planner.memory import state_bytes
-
     modules: dict[str, int] = {}
-    total = expert = buffers = 0
+    total = expert = split = buffers = 0
     layers: list[int] = []
     mtp = experts = 0
     for chunk in model:
@@ -226,6 +227,8 @@ def report(model: list[Any], groups: Any, args: Namespace, rank: int) -> RankRep
             total += parameter.numel()
             if not getattr(parameter, "allreduce", True) or ".experts." in name:
                 expert += parameter.numel()
+            elif getattr(parameter, "tensor_model_parallel", False):
+                split += parameter.numel()
         buffers += sum(b.numel() for b in chunk.buffers())
         decoder = getattr(chunk, "decoder", None)
         layers += [layer.layer_number - 1 for layer in getattr(decoder, "layers", ())]
@@ -239,8 +242,8 @@ def report(model: list[Any], groups: Any, args: Namespace, rank: int) -> RankRep
         if getattr(groups, name, None) is not None
     }
     dense_group, expert_group = len(ranks["dp_cp"]), len(ranks.get("expt_dp", [0]))
-    weights, gradients, optimizer = state_bytes(
-        total - expert, expert, dense_group, expert_group, args
+    weights, gradients, optimizer = states_of(args).split(
+        total - expert, expert, dense_group, expert_group
     )
     return RankReport(
         rank=rank,
@@ -255,9 +258,10 @@ def report(model: list[Any], groups: Any, args: Namespace, rank: int) -> RankRep
         buffers=buffers,
         modules=modules,
         groups=ranks,
-        weight_bytes=weights,
-        gradient_bytes=gradients,
-        optimizer_bytes=optimizer,
+        split_parameters=split,
+        weight_bytes=round(weights),
+        gradient_bytes=round(gradients),
+        optimizer_bytes=round(optimizer),
     )
 
 
@@ -295,6 +299,32 @@ def whole(args: Namespace, reports: Sequence[RankReport]) -> int:
     """
     expert = sum(r.expert_parameters for r in reports)
     expert *= args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1)
-    if args.tensor_model_parallel_size == 1:
-        return expert + sum(r.parameters - r.expert_parameters for r in reports)
-    return 0
+    dense = sum(r.parameters - r.expert_parameters for r in reports)
+    split = sum(r.split_parameters for r in reports)
+    total = expert + dense + split * (args.tensor_model_parallel_size - 1)
+    # MTP's stage embeds tokens with a copy of the first stage's table.
+    copies = sum(r.modules.get("embedding", 0) for r in reports if r.pipeline_stage)
+    return total - copies * args.tensor_model_parallel_size
+
+
+def states_of(args: Namespace) -> States:
+    """Bytes per parameter under these arguments (distrib_optimizer.py, optimizer_config.py)."""
+    import torch
+
+    def size(name: str) -> int:
+        kind = getattr(args, name, torch.float32)
+        return torch.empty((), dtype=kind).element_size() if isinstance(kind, torch.dtype) else 4
+
+    half = args.bf16 or args.fp16
+    moments = size("exp_avg_dtype") + size("exp_avg_sq_dtype")
+    master = size("main_params_dtype")
+    reduced = getattr(args, "accumulate_allreduce_grads_in_fp32", True)
+    if not getattr(args, "use_precision_aware_optimizer", False):
+        master, moments = 4, 8
+    return States(
+        weight=2 if half else 4,
+        gradient=4 if reduced or not half else 2,
+        master=master if half else 0,
+        moments=moments,
+        sharded=args.use_distributed_optimizer,
+    )

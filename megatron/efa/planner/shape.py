@@ -67,6 +67,7 @@ class Shape:
     """Residual streams (hyper-connections)."""
     q_lora_gqa: int = 0
     """Rank of the query's projection under grouped-query attention."""
+    qk_norm: bool = False
     tied: bool = False
 
     @property
@@ -120,8 +121,10 @@ class Shape:
         return query + latent + n * self.v_dim * h
 
     def attention_norms(self) -> int:
-        """Norm weights inside one latent-attention layer (the layer's own two are not counted)."""
-        return (self.kv_lora + max(self.q_lora, 0)) if self.mla else 0
+        """Norm weights inside one attention layer (the layer's own two are not counted)."""
+        if not self.mla:
+            return 2 * self.head_dim if self.qk_norm else 0
+        return (self.kv_lora + max(self.q_lora, 0))
 
     def linear_matrices(self) -> int:
         """Multiply-adds per token in one Mamba-2 or linear-attention layer's projections."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron.efa.planner.layout import Job
 from megatron.efa.planner.machines import Machine
+from megatron.efa.planner.pipeline import uneven
 from megatron.efa.planner.shape import Shape
 
 BF16 = 2
@@ -179,7 +180,7 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
         stages=job.pp,
         chunks=job.vp,
         microbatches=job.microbatches,
-        uneven=_uneven(shape, job),
+        uneven=uneven(shape, job.pp, job.vp, job.seq),
         dp_near=dp_near,
         dp_far=dp_far,
         optimizer=shard * (24 + 2 * job.moment_bytes) + (dense_params + expert_params) * FP32 * 2,
@@ -210,25 +211,6 @@ def _held(shape: Shape, job: Job) -> tuple[float, float]:
     routed = shape.moe * shape.experts * shape.expert_params() + mtp_expert
     dense = shape.params() + mtp_dense + mtp_expert - routed
     return dense / (job.tp * job.pp), routed / (job.ep * job.etp * job.pp)
-
-
-def _uneven(shape: Shape, job: Job) -> float:
-    """Time of the fullest stage over the mean: whole layers a stage, MTP and logits on the last.
-
-    The extras count in layers by their multiply-adds; the split is the best that whole layers allow.
-    """
-    if job.pp == 1:
-        return 1.0
-    layer = (shape.active_params() - 2 * shape.vocab * shape.hidden) / shape.layers
-    layer += shape.core_attention(job.seq) * shape.attention_layers / shape.layers
-    extra = shape.mtp + shape.vocab * shape.hidden * (1 + shape.mtp) / layer
-    mean = (shape.layers + extra) / job.pp
-    heights = sorted({n + part for n in range(1, shape.layers + 1) for part in (0.0, extra % 1)})
-    for height in heights:
-        last = int(height - extra + 1e-9) if height >= extra else -shape.layers
-        if (job.pp - 1) * int(height) + last >= shape.layers:
-            return max(height / mean, 1.0)
-    return 1.0
 
 
 def _data_parallel(job: Job, machine: Machine, dense: float, expert: float) -> tuple[float, float]:
