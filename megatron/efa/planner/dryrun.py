@@ -6,6 +6,7 @@ installed here (Transformer Engine's) are replaced by Megatron's plain modules, 
 parameters; nothing is computed.
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -125,7 +126,11 @@ def _quiet() -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        yield
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 @contextmanager

@@ -31,6 +31,8 @@ class Job:
     dispatcher: str = "alltoall"
     ep_overlap: bool = False
     fsdp: bool = False
+    imbalance: float = 1.0
+    """Rows of the busiest expert rank over the mean."""
     natural: bool = False
     """Real routing instead of forced balance."""
     drop: bool = False

@@ -34,7 +34,8 @@ class Machine:
     """GPUs that NVLink joins."""
     fabric: str = "ib"
     """`efa`, `ib` or `none`."""
-    host: str = "x86"
+    old_host: bool = False
+    """p5 and p5e: hosts and EFA of an earlier generation than the others' here."""
 
 
 def _gpu(name: str, *figures: float, **more: object) -> Machine:
@@ -55,10 +56,35 @@ MACHINES: dict[str, Machine] = {
         _gpu("H200", 989, 1979, 1979, 139.8, 4.8, 450, 50),
         _gpu("B200", 2250, 4500, 9000, 178.4, 7.7, 900, 50),
         _gpu("B300", 2250, 4500, 13500, 267.7, 7.7, 900, 100),
-        _gpu("GB200", 2450, 4900, 9800, 184, 7.7, 900, 50, domain=72, host="grace"),
-        _gpu("GB300", 2450, 4900, 14700, 277, 7.7, 900, 100, domain=72, host="grace"),
+        _gpu("GB200", 2450, 4900, 9800, 184, 7.7, 900, 50, domain=72),
+        _gpu("GB300", 2450, 4900, 14700, 277, 7.7, 900, 100, domain=72),
     )
 }
+
+
+KINDS = {
+    "p4d": ("A100", 50, True),
+    "p4de": ("A100", 50, True),
+    "p5": ("H100", 50, True),
+    "p5e": ("H200", 50, True),
+    "p5en": ("H200", 50, False),
+    "p6-b200": ("B200", 50, False),
+    "p6-b300": ("B300", 100, False),
+    "p6e-gb200": ("GB200", 50, False),
+}
+"""Instance families: GPU, GB/s of EFA per GPU, whether the host is of the older generation."""
+
+
+def of_kind(kind: str) -> Machine:
+    """The machine of an EC2 instance type or family. Raises EfaError if it is not known."""
+    family = kind.lower().split(".")[0]
+    if family not in KINDS:
+        raise EfaError(
+            f"--cluster {kind}: not an instance family the planner knows; known are "
+            f"{', '.join(KINDS)}"
+        )
+    gpu, far, old = KINDS[family]
+    return replace(MACHINES[gpu], far=far * GIGA, fabric="efa", old_host=old)
 
 
 def of_gpu(gpu: str, interconnect: str = "") -> Machine:
@@ -74,5 +100,5 @@ def of_gpu(gpu: str, interconnect: str = "") -> Machine:
     machine = MACHINES[key]
     text = interconnect.lower()
     if "efa" in text or re.search(r"\bp\d", text):
-        machine = replace(machine, fabric="efa", domain=8 if machine.domain == 8 else machine.domain)
+        machine = replace(machine, fabric="efa", old_host=key in ("A100", "H100"))
     return machine

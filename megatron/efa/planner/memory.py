@@ -8,7 +8,7 @@ the schedule keeps in flight.
 from dataclasses import dataclass
 
 from megatron.efa.planner.layout import Job
-from megatron.efa.planner.pipeline import slots
+from megatron.efa.planner.pipeline import stages
 from megatron.efa.planner.shape import Shape
 
 BF16 = 2
@@ -83,14 +83,10 @@ def states(job: Job) -> States:
 
 def held(shape: Shape, job: Job, stage: int) -> Held:
     """Parameters of a rank of pipeline stage `stage`; exact, with tensor parallelism's replicas."""
-    counts = slots(shape, job.pp, job.vp, job.seq)
-    mine = [s for s in range(len(counts)) if s % job.pp == stage]
-    first = [sum(counts[:s]) for s in mine]
-    layers = [layer for s, at in zip(mine, first, strict=True) for layer in range(at, at + counts[s])]
-    moe = sum(1 for layer in layers if shape.experts and layer >= shape.dense)
+    plain, moe = stages(shape, job.pp, job.vp, job.seq)[stage]
     h, tp = shape.hidden, job.tp
-    dense = len(layers) * (_attention(shape, tp) + 2 * h)
-    dense += (len(layers) - moe) * shape.matrices * h * shape.ffn / tp
+    dense = (plain + moe) * (_attention(shape, tp) + 2 * h)
+    dense += plain * shape.matrices * h * shape.ffn / tp
     dense += moe * _moe_dense(shape, tp)
     expert = moe * shape.experts * shape.expert_params() / (job.ep * job.etp)
     if stage == 0:
@@ -171,16 +167,10 @@ def usage(shape: Shape, job: Job, stage: int, kept: States | None = None) -> Usa
         params.dense, params.expert, job.dp * job.cp, job.edp
     )
     tokens = job.mbs * job.seq / (job.tp * job.cp)
-    counts = slots(shape, job.pp, job.vp, job.seq)
+    plain, moe = stages(shape, job.pp, job.vp, job.seq)[stage]
     dense_bytes = layer_activations(shape, job, moe=False)
     moe_bytes = layer_activations(shape, job, moe=True) if shape.experts else dense_bytes
-    mine = [s for s in range(len(counts)) if s % job.pp == stage]
-    per_stage = 0.0
-    for s in mine:
-        first = sum(counts[:s])
-        dense = max(min(shape.dense_mlps - first, counts[s]), 0) if shape.experts else counts[s]
-        per_stage += dense * dense_bytes + (counts[s] - dense) * moe_bytes
-    chunk = per_stage / len(mine)
+    chunk = (plain * dense_bytes + moe * moe_bytes) / job.vp
     live = chunk * chunks_in_flight(job, stage)
     if stage == job.pp - 1:
         live += shape.mtp * (moe_bytes + 4 * BF16 * shape.hidden)
@@ -210,5 +200,11 @@ def _buffers(shape: Shape, job: Job, stage: int) -> float:
 
 
 def fullest(shape: Shape, job: Job) -> Usage:
-    """The stage with the most bytes."""
-    return max((usage(shape, job, stage) for stage in range(job.pp)), key=lambda u: u.total)
+    """The stage with the most bytes.
+
+    Microbatches in flight fall with the stage, so it is the first with a given split of its layers, or the
+    last, which has the logits.
+    """
+    split = stages(shape, job.pp, job.vp, job.seq)
+    candidates = {split.index(layers) for layers in split} | {0, min(1, job.pp - 1), job.pp - 1}
+    return max((usage(shape, job, stage) for stage in candidates), key=lambda u: u.total)

@@ -3,7 +3,8 @@
 Slots are numbered as Megatron walks them: slot i is chunk i // pp of stage i % pp.
 """
 
-from itertools import groupby
+from functools import lru_cache
+from itertools import accumulate, groupby
 
 from megatron.efa.planner.shape import Shape
 
@@ -15,7 +16,8 @@ def extra_layers(shape: Shape, seq: int) -> float:
     return shape.mtp + shape.vocab * shape.hidden * (1 + shape.mtp) / layer
 
 
-def slots(shape: Shape, pp: int, vp: int, seq: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def slots(shape: Shape, pp: int, vp: int, seq: int) -> tuple[int, ...]:
     """Decoder layers of each slot: each layer goes to the stage with the least to do so far."""
     load = [0.0] * pp
     load[-1] = extra_layers(shape, seq)
@@ -25,9 +27,22 @@ def slots(shape: Shape, pp: int, vp: int, seq: int) -> list[int]:
         chunk = min(range(vp), key=lambda c: (counts[c * pp + stage], -c))
         counts[chunk * pp + stage] += 1
         load[stage] += 1
-    return counts
+    return tuple(counts)
 
 
+@lru_cache(maxsize=4096)
+def stages(shape: Shape, pp: int, vp: int, seq: int) -> tuple[tuple[int, int], ...]:
+    """(dense, MoE) decoder layers of each stage."""
+    counts = slots(shape, pp, vp, seq)
+    first = list(accumulate(counts, initial=0))
+    leading = shape.dense if shape.experts else shape.layers
+    dense = [max(min(leading - at, n), 0) for at, n in zip(first[:-1], counts, strict=True)]
+    return tuple(
+        (sum(dense[s::pp]), sum(counts[s::pp]) - sum(dense[s::pp])) for s in range(pp)
+    )
+
+
+@lru_cache(maxsize=4096)
 def uneven(shape: Shape, pp: int, vp: int, seq: int) -> float:
     """Time of the fullest stage over the mean."""
     counts = slots(shape, pp, vp, seq)

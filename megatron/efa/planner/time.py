@@ -37,9 +37,11 @@ class Conditions:
     fused: Any
     """1 where the experts' GEMMs, gated activation and quantisation are one kernel."""
     alltoall: Any
+    """1 for NCCL all-to-alls whose sizes the host must know, flat or on two levels."""
     proxy: Any
     overlap: Any
     natural: Any
+    imbalance: Any
     drop: Any
     release: Any
     """Names in RELEASES: which relative host and GPU times of the software hold."""
@@ -72,7 +74,7 @@ def breakdown(w: Any, c: Conditions, k: dict[str, float]) -> dict[str, Any]:
     gemm = gemm * k["gemm_hopper"] ** c.hopper
     attention_rate = c.peak16 * k["attention"] * k["attention_ultra"] ** c.ultra
     experts_rate = c.peak * gemm * k["expert_gemm"] / (1 + k["expert_rows"] / w.expert_rows)
-    skew = k["natural"] ** c.natural
+    skew = k["natural"] ** c.natural * c.imbalance
     thin = k["drop"] ** c.drop * k["fused"] ** c.fused
     kernel, host_factor = _by_release(k, "kernel", c.release), _by_release(k, "host", c.release)
     t = {
