@@ -63,7 +63,9 @@ def _fit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(args: argparse.Namespace, rows: report.Rows, predicted: Sequence[float], each: bool) -> None:
+def _tell(
+    args: argparse.Namespace, rows: report.Rows, predicted: Sequence[float], each: bool
+) -> None:
     if args.json:
         print(json.dumps(report.summary(rows, predicted)))
         return

@@ -26,18 +26,26 @@ _COLUMNS = ("step_s", "tokens_per_s_per_gpu", "mfu", "memory_gib", "gpu_hours", 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommand's flags."""
-    parser.add_argument("--model", required=True, help="a published model: kimi-k2, deepseek-v3, ...")
-    parser.add_argument("--cluster", required=True, help="instance family: p5, p5en, p6-b200, p6-b300")
+    parser.add_argument(
+        "--model", required=True, help="a published model: kimi-k2, deepseek-v3, ..."
+    )
+    parser.add_argument(
+        "--cluster", required=True, help="instance family: p5, p5en, p6-b200, p6-b300"
+    )
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--seq", type=int, default=4096, help="tokens in a sequence")
     parser.add_argument("--gbs", type=int, help="sequences in a step (default: 8 per GPU)")
     parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16")
-    parser.add_argument("--tokens", default="15T", help="length of the training, for cost (15T, 500B)")
+    parser.add_argument(
+        "--tokens", default="15T", help="length of the training, for cost (15T, 500B)"
+    )
     parser.add_argument(
         "--fix", action="append", default=[], metavar="parallel.tp=1",
         help="hold one of tp, pp, vp, cp, ep, mbs, dispatcher, recompute, ep_overlap; repeatable",
     )  # fmt: skip
-    parser.add_argument("--imbalance", type=float, default=1.0, help="busiest experts over the mean")
+    parser.add_argument(
+        "--imbalance", type=float, default=1.0, help="busiest experts over the mean"
+    )
     parser.add_argument(
         "--release", choices=RELEASES, default="plain",
         help="software whose host and kernel times are assumed (docs/planner.md)",
@@ -46,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--explain", action="store_true", help="the best layout term by term")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html", type=Path, metavar="FILE", help="the same with plots")
-    parser.add_argument("--write", type=Path, metavar="FILE.yaml", help="config for pretrain_gpt.py")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE.yaml", help="config for pretrain_gpt.py"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -134,7 +144,9 @@ def _why(plans: list[Plan]) -> str:
     for name in sorted(best.parts, key=lambda n: -abs(next_.parts[n] - best.parts[n])):
         gain = next_.parts[name] - best.parts[name]
         lines.append(f"{name:<12} {best.parts[name]:>8.3f} {next_.parts[name]:>8.3f} {gain:>+8.3f}")
-    lines.append(f"{'step':<12} {best.seconds:>8.3f} {next_.seconds:>8.3f} {next_.seconds - best.seconds:>+8.3f}")
+    lines.append(
+        f"{'step':<12} {best.seconds:>8.3f} {next_.seconds:>8.3f} {next_.seconds - best.seconds:>+8.3f}"
+    )
     return "\n".join(lines)
 
 
@@ -153,7 +165,9 @@ def explain(model: shape.Shape, plan: Plan) -> str:
     for name in ("weights", "gradients", "optimizer", "activations", "buffers", "overhead"):
         lines.append(f"  {name:<24} {getattr(used, name) / GIB:9.1f} GiB")
     ratio = search.hardware_flops(model, job) / search.hardware_flops(model, again)
-    lines.append(f"  model FLOPs {model_flops:.4g} a step, hardware FLOPs {model_flops * ratio:.4g}")
+    lines.append(
+        f"  model FLOPs {model_flops:.4g} a step, hardware FLOPs {model_flops * ratio:.4g}"
+    )
     return "\n".join(lines)
 
 

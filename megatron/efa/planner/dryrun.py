@@ -152,11 +152,11 @@ def build(args: Namespace, rank: int, world: int) -> tuple[list[Any], Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron.core import parallel_state as mpu
+    from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.dist_utils import build_virtual_pipeline_stages
-    from megatron.core.enums import ModelType
 
     args.rank = rank
     torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())

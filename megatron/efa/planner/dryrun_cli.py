@@ -12,9 +12,13 @@ GIB = 2**30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommand's flags; every other word is pretrain_gpt.py's."""
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks of the job")
     parser.add_argument(
-        "--rank", default="all-distinct", help="a rank, or all-distinct (one of each pipeline stage)"
+        "--world-size", type=int, required=True, metavar="N", help="ranks of the job"
+    )
+    parser.add_argument(
+        "--rank",
+        default="all-distinct",
+        help="a rank, or all-distinct (one of each pipeline stage)",
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--config", help="YAML file, as pretrain_gpt.py takes it")

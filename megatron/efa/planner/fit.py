@@ -122,7 +122,9 @@ class Table:
         def part(of: object) -> dict:
             return {f.name: np.asarray(getattr(of, f.name))[rows] for f in fields(of)}
 
-        return Table(Work(**part(self.work)), Conditions(**part(self.conditions)), self.seconds[rows])
+        return Table(
+            Work(**part(self.work)), Conditions(**part(self.conditions)), self.seconds[rows]
+        )
 
 
 def table(runs: list[Run]) -> Table:
@@ -131,7 +133,9 @@ def table(runs: list[Run]) -> Table:
     held = [conditions(run.shape, run.job, run.machine) for run in runs]
     return Table(
         Work(**{f.name: np.array([getattr(w, f.name) for w in works]) for f in fields(Work)}),
-        Conditions(**{f.name: np.array([getattr(c, f.name) for c in held]) for f in fields(Conditions)}),
+        Conditions(
+            **{f.name: np.array([getattr(c, f.name) for c in held]) for f in fields(Conditions)}
+        ),
         np.array([run.seconds for run in runs]),
     )
 

@@ -37,7 +37,7 @@ class Job:
     """Real routing instead of forced balance."""
     drop: bool = False
     """Tokens over an expert's capacity are dropped."""
-    release: str = "current"
+    release: str = "plain"
     """Key of the release factors in data/constants.yaml."""
     moment_bytes: int = 4
     grad_bytes: int = 4

@@ -113,7 +113,10 @@ def _attention(shape: Shape, tp: int) -> float:
     r = max(shape.q_lora, 0)
     whole = h * r + h * (shape.kv_lora + shape.qk_rope) + shape.attention_norms()
     query = (r or h) * n * shape.query_dim
-    return whole + (query + shape.kv_lora * n * (shape.qk_nope + shape.v_dim) + n * shape.v_dim * h) / tp
+    return (
+        whole
+        + (query + shape.kv_lora * n * (shape.qk_nope + shape.v_dim) + n * shape.v_dim * h) / tp
+    )
 
 
 def _moe_dense(shape: Shape, tp: int) -> float:
@@ -140,7 +143,9 @@ def layer_activations(shape: Shape, job: Job, moe: bool) -> float:
     if not moe:
         if "mlp" in names:
             return total
-        return total + shape.ffn * (BF16 * (shape.matrices - 1) + (0 if "moe_act" in names else low))
+        return total + shape.ffn * (
+            BF16 * (shape.matrices - 1) + (0 if "moe_act" in names else low)
+        )
     if "moe" in names:
         return total
     total += FP32 * 2 * shape.experts

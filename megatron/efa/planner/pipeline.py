@@ -37,9 +37,7 @@ def stages(shape: Shape, pp: int, vp: int, seq: int) -> tuple[tuple[int, int], .
     first = list(accumulate(counts, initial=0))
     leading = shape.dense if shape.experts else shape.layers
     dense = [max(min(leading - at, n), 0) for at, n in zip(first[:-1], counts, strict=True)]
-    return tuple(
-        (sum(dense[s::pp]), sum(counts[s::pp]) - sum(dense[s::pp])) for s in range(pp)
-    )
+    return tuple((sum(dense[s::pp]), sum(counts[s::pp]) - sum(dense[s::pp])) for s in range(pp))
 
 
 @lru_cache(maxsize=4096)

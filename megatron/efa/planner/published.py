@@ -143,7 +143,9 @@ def _software(job: Job, row: dict[str, str], machine: Machine) -> Job:
     natural = "natural routing" in text or "real data" in text
     overlap = bool(re.search(r"overlap=on|ep(?: comm)? overlap(?! off)", text))
     stated = re.search(r"overlap=|(?:ep|comm|1f1b) overlap|alltoall|all-to-all|automodel", text)
-    overlap = overlap or (not stated and not natural and job.vp > 1 and job.ep * job.etp > machine.domain)
+    overlap = overlap or (
+        not stated and not natural and job.vp > 1 and job.ep * job.etp > machine.domain
+    )
     overlap = overlap and not re.search(r"no (?:1f1b )?ep overlap|overlap=off", text)
     return replace(
         job,
@@ -182,7 +184,13 @@ def _release(text: str, natural: bool) -> str:
         year, month = (int(part) for part in number.groups() if part)
         if year == 25:
             return "2025"
-        return "2026.02" if month < 4 and year == 26 else "2026.04" if month < 6 and year == 26 else "2026.06"
+        return (
+            "2026.02"
+            if month < 4 and year == 26
+            else "2026.04"
+            if month < 6 and year == 26
+            else "2026.06"
+        )
     if "modelzoo" in text or "arxiv" in text:
         return "2025"
     return "2026.06"

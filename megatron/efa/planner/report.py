@@ -51,9 +51,13 @@ def _errors(rows: Rows, predicted: np.ndarray) -> np.ndarray:
 
 def table(rows: Rows, predicted: np.ndarray) -> str:
     """Each row's prediction and error, then the rows without one and why."""
-    lines = [f"{'row':>4} {'model':<24} {'gpu':<6} {'gpus':>5} {'measured s':>11} {'predicted s':>12}  error"]
+    lines = [
+        f"{'row':>4} {'model':<24} {'gpu':<6} {'gpus':>5} {'measured s':>11} {'predicted s':>12}  error"
+    ]
     for number, run, seconds in zip(rows.numbers, rows.runs, predicted, strict=True):
-        error = f"{seconds / run.seconds - 1:+6.1%}" if np.isfinite(run.seconds) else "  (no step time)"
+        error = (
+            f"{seconds / run.seconds - 1:+6.1%}" if np.isfinite(run.seconds) else "  (no step time)"
+        )
         lines.append(
             f"{number:>4} {run.shape.name:<24} {run.machine.name:<6} {run.job.gpus:>5} "
             f"{run.seconds:>11.3f} {seconds:>12.3f} {error}"

@@ -13,6 +13,7 @@ from megatron.efa.errors import EfaError
 from megatron.efa.planner import constants, fit, memory, time
 from megatron.efa.planner.layout import Job
 from megatron.efa.planner.machines import MACHINES, Machine
+from megatron.efa.planner.pipeline import slots
 from megatron.efa.planner.published import Run
 from megatron.efa.planner.shape import Shape
 
@@ -94,10 +95,14 @@ def _regular(ep: int, machine: Machine) -> bool:
 
 
 def _variants(shape: Shape, job: Job, choices) -> Iterator[Job]:  # noqa: ANN001
-    stages = [v for v in (1, 2, 3, 4, 6, 8) if v == 1 or (job.pp > 1 and job.pp * v <= shape.layers)]
+    stages = [
+        v for v in (1, 2, 3, 4, 6, 8) if v == 1 or (job.pp > 1 and job.pp * v <= shape.layers)
+    ]
     for vp in choices("vp", stages):
         if vp > 1 and job.microbatches % job.pp:
             continue  # Megatron's interleaved schedule
+        if 0 in slots(shape, job.pp, vp, job.seq)[:-1]:
+            continue  # only the last slot, which has the logits, may be without a layer
         for recompute in choices("recompute", _recomputes(shape)):
             if job.ep == 1:
                 yield replace(job, vp=vp, recompute=recompute)
@@ -145,7 +150,9 @@ def search(
     for job in layouts(shape, base, machine, fixed or {}):
         jobs.append(job)
         if len(jobs) > _EFFORT:
-            raise EfaError(f"more than {_EFFORT} layouts to look at: fix some with --fix parallel.tp=1")
+            raise EfaError(
+                f"more than {_EFFORT} layouts to look at: fix some with --fix parallel.tp=1"
+            )
     if not jobs:
         raise EfaError(
             f"no layout divides {base.gpus} GPUs and a global batch of {base.gbs} for {shape.name}"
@@ -182,7 +189,9 @@ def _usages(shape: Shape, jobs: list[Job]) -> list[memory.Usage]:
 def describe(job: Job) -> str:
     """A layout in one line."""
     names = {f.name for f in fields(job)}
-    words = [f"{name}{getattr(job, name)}" for name in ("tp", "cp", "pp", "vp", "ep") if name in names]
+    words = [
+        f"{name}{getattr(job, name)}" for name in ("tp", "cp", "pp", "vp", "ep") if name in names
+    ]
     words.append(f"mbs{job.mbs}")
     if job.ep > 1:
         words.append(job.dispatcher + ("+overlap" if job.ep_overlap else ""))

@@ -124,7 +124,7 @@ class Shape:
         """Norm weights inside one attention layer (the layer's own two are not counted)."""
         if not self.mla:
             return 2 * self.head_dim if self.qk_norm else 0
-        return (self.kv_lora + max(self.q_lora, 0))
+        return self.kv_lora + max(self.q_lora, 0)
 
     def linear_matrices(self) -> int:
         """Multiply-adds per token in one Mamba-2 or linear-attention layer's projections."""
@@ -194,7 +194,9 @@ class Shape:
         two a multiply-add, three for forward and backward; router, norms and recomputation free."""
         h = self.hidden
         layer = self.attention_matrices() + self.core_attention(seq)
-        mlp = self.matrices * (h * self.shared_ffn + self.expert_width * self.expert_ffn * self.topk)
+        mlp = self.matrices * (
+            h * self.shared_ffn + self.expert_width * self.expert_ffn * self.topk
+        )
         mlp += 2 * h * self.latent
         total = self.attention_layers * layer + self.moe * mlp
         total += self.linear * (self.linear_matrices() + self.linear_scan())

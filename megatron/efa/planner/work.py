@@ -131,7 +131,11 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
     tp_group_far = job.tp > machine.domain
     tp_bytes = (4 + (2 if full else 0)) * (attention_layers + dense_layers + moe_layers * 0.5)
     tp_bytes *= tokens * job.tp * h * BF16 * (job.tp - 1) / job.tp
-    kv = shape.heads * (shape.query_dim + shape.value_dim) if shape.mla else 2 * shape.kv * shape.head_dim
+    kv = (
+        shape.heads * (shape.query_dim + shape.value_dim)
+        if shape.mla
+        else 2 * shape.kv * shape.head_dim
+    )
     cp_bytes = 3 * attention_layers * tokens * kv / job.tp * job.tp * BF16 * (job.cp - 1)
 
     dp_near, dp_far = _data_parallel(job, machine, dense_params, expert_params)
@@ -220,7 +224,10 @@ def _data_parallel(job: Job, machine: Machine, dense: float, expert: float) -> t
     """
     near = far = 0.0
     gather = 1 if job.precision != "bf16" else BF16
-    for held, group, stride in ((dense, job.dp * job.cp, job.tp), (expert, job.edp, job.ep * job.etp)):
+    for held, group, stride in (
+        (dense, job.dp * job.cp, job.tp),
+        (expert, job.edp, job.ep * job.etp),
+    ):
         if job.fsdp and held is dense:
             continue
         size = held * (job.grad_bytes + gather) * (group - 1) / max(group, 1)

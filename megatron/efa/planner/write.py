@@ -39,11 +39,13 @@ def render(shape: Shape, job: Job, cluster: str) -> str:
     lines = [
         f"# {shape.name} on {job.gpus} GPUs ({cluster}), planned by `megatron-efa plan`.",
         "defaults:",
+        f"  - /model: {shape.name}",
         *(f"  - /{group}: {name}" for group, name in _DEFAULTS),
         "  - _self_",
         "",
         "model:",
         f"  max_position_embeddings: {job.seq}",
+        *([f"  moe_token_dispatcher_type: {job.dispatcher}"] if shape.experts else []),
         "",
         "data:",
         f"  vocab_size: {shape.vocab}",
@@ -57,7 +59,6 @@ def render(shape: Shape, job: Job, cluster: str) -> str:
         "parallel:",
         *_parallel(shape, job),
     ]
-    lines[3] = f"  - /model: {shape.name}"
     if job.precision == "fp8":
         recipe = "mxfp8" if "b" in cluster else "blockwise"
         lines += ["", "cluster:", "  fp8_format: e4m3", f"  fp8_recipe: {recipe}"]
@@ -66,7 +67,6 @@ def render(shape: Shape, job: Job, cluster: str) -> str:
 
 _DEFAULTS = (
     ("data", "mock"),
-    ("model", ""),
     ("train", "pretrain"),
     ("parallel", "data"),
     ("cluster", "gpu"),
@@ -99,8 +99,6 @@ def _parallel(shape: Shape, job: Job) -> list[str]:
             f"  expert_model_parallel_size: {job.ep}",
             f"  expert_tensor_parallel_size: {job.etp}",
         ]
-        if job.dispatcher != "alltoall":
-            lines.append(f"  moe_token_dispatcher_type: {job.dispatcher}")
     if job.pp > 1:
         lines.append(
             f'  pipeline_model_parallel_layout: "{layout(shape, job.pp, job.vp, job.seq)}"'
