@@ -14,8 +14,9 @@ from megatron.efa import entry  # noqa: E402  (the clock starts before the impor
 
 def configure() -> Any:
     """Parse and validate Megatron's flags; return the configs that `pretrain` takes."""
-    from megatron.efa import data, gpt, groups
+    from megatron.efa import data, expert, gpt, groups, pipeline, tensor
     from megatron.efa.arguments import add_efa_arguments
+    from megatron.efa.cluster import current, ranks
     from megatron.training.argument_utils import (
         gpt_config_from_args,
         pretrain_cfg_container_from_args,
@@ -25,8 +26,13 @@ def configure() -> Any:
     args = parse_and_validate_args(
         add_efa_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )
+    current.configure(args)
+    ranks.configure(args)  # first: from here on this process may be another rank
     gpt.check(args)
     data.configure(args)
+    expert.configure(args)
+    pipeline.configure(args)
+    tensor.configure(args)
     groups.configure(args)
     return pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
 

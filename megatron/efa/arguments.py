@@ -46,6 +46,12 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="show the composed YAML and the flags it becomes, and exit",
     )
     group.add_argument(
+        "--efa-cluster",
+        metavar="FILE",
+        help="description of the nodes and their network, the same file on all ranks "
+        "(docs/cluster.md); default: MEGATRON_EFA_CLUSTER, else what torchrun says",
+    )
+    group.add_argument(
         "--efa-groups",
         action="store_true",
         help="process groups made by their members alone and connected before the first step "
@@ -58,7 +64,48 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="gradients and parameters of data parallelism in the node first, then along rails: "
         "where that is faster (auto), or wherever a group has both (on) (docs/data-parallel.md)",
     )
+    group.add_argument(
+        "--efa-expert-chunks",
+        type=_positive,
+        metavar="N",
+        help="chunks in which the hierarchical dispatcher sends a layer's tokens, so that nodes "
+        "and rails are busy at once; default by message size (docs/expert.md)",
+    )
+    group.add_argument(
+        "--efa-dispatch-dtype",
+        choices=("bf16", "fp8"),
+        default="bf16",
+        help="of tokens on the way to their experts with the hierarchical dispatcher: as they are "
+        "(bf16), or e4m3 with a scale for 128 values (docs/expert.md)",
+    )
+    group.add_argument(
+        "--efa-placement",
+        choices=("off", "on"),
+        default="off",
+        help="give hosts the ranks between which the network is near, by permuting RANK before "
+        "torch.distributed starts (docs/placement.md)",
+    )
+    group.add_argument(
+        "--efa-tensor",
+        choices=("off", "auto", "on"),
+        default="off",
+        help="collectives of tensor parallelism that spans nodes in the node first, then along "
+        "rails: where that is faster (auto), or wherever it can be (on) (docs/paths.md)",
+    )
+    group.add_argument(
+        "--efa-pipeline",
+        choices=("off", "on"),
+        default="off",
+        help="a communicator for each neighbouring stage and direction, and activations that all "
+        "tensor-parallel ranks hold sent once between nodes (docs/paths.md)",
+    )
     return parser
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError("at least 1")
+    return value
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -46,6 +46,7 @@ def run(configure: Callable[[], Any], train: Callable[[Any], None], argv: Sequen
     except EfaError as error:
         _tell_once(str(error), rank)
         return error.exit_code
+    rank = int(os.environ.get("RANK", "0"))  # placement may have given it another
     try:
         train(job)
     except EfaError as error:

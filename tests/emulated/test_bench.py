@@ -96,6 +96,22 @@ def test_step_trains_with_paths_off_and_on(tmp_path):
     assert record["chosen"].shape == (4 * 64, 4)
 
 
+def test_duplicates_between_stages_cross_once(tmp_path):
+    """Two stages of two tensor-parallel ranks that hold the same activations, a stage a node."""
+    model = (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --moe-layer-freq [0,0] "
+        "--expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --hidden-size 256 "
+        "--micro-batch-size 4 --global-batch-size 8"
+    )
+    (off, pipeline), _ = bench(
+        "step --nodes 2 --ranks-per-node 2 --rate 1gbit --rounds 1 --steps 2 --warm-up 1 "
+        f"--arms off,pipeline --out {tmp_path} -- {model}",
+        tmp_path,
+    )
+    assert pipeline["loss_difference"] == 0
+    assert pipeline["inter_node_bytes"] == pytest.approx(off["inter_node_bytes"] / 2, rel=0.05)
+
+
 def test_collectives_cross_between_nodes_no_more_than_they_must(tmp_path):
     names = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
     records, shown = bench(

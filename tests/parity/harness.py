@@ -90,24 +90,27 @@ class Trainer:
         )
         assert self.process.stdout.readline() == "ready\n", "the trainer did not start"
 
-    def run(self, ranks, argv, steps=4, timeout=300, per_node=None):
+    def run(self, ranks, argv, steps=4, timeout=300, per_node=None, hosts=None):
         """Train `steps` steps on `ranks` ranks with the Megatron flags `argv`.
 
-        The ranks think themselves on nodes of `per_node` (None: on one node). A run that was made
-        already is not made again, unless it reads or writes a checkpoint.
+        The ranks think themselves on nodes of `per_node` (None: on one node), which are `hosts`
+        ([name, path] each) where those are given. A run that was made already is not made again,
+        unless it reads or writes a checkpoint.
         """
-        key = (ranks, *argv, steps, per_node)
+        key = (ranks, *argv, steps, per_node, str(hosts))
         if not {"--save", "--load"} & set(argv) and key in self.done:
             return self.done[key]
-        self.done[key] = self._run(ranks, argv, steps, timeout, per_node)
+        self.done[key] = self._run(ranks, argv, steps, timeout, per_node, hosts)
         return self.done[key]
 
-    def _run(self, ranks, argv, steps, timeout, per_node):
+    def _run(self, ranks, argv, steps, timeout, per_node, hosts):
         self.count += 1
         out = self.scratch / f"run{self.count}"
         argv = [*MODEL, *TRAINING, "--train-iters", str(steps), *argv]
         job = {"ranks": ranks, "argv": argv, "port": free_port(), "out": str(out)}
         job["per_node"] = per_node or ranks
+        if hosts:
+            job["hosts"] = hosts
         self.process.stdin.write(json.dumps(job | {"timeout": timeout}) + "\n")
         self.process.stdin.flush()
         codes = json.loads(self.process.stdout.readline())

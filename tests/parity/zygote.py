@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -64,6 +65,16 @@ def record_steps(steps):
     training.train_step = recorded
 
 
+def be_on(hosts, node, per_node):
+    """Let this process be on a host of its own in a network: `hosts` is [name, path] a node."""
+    from megatron.efa.cluster import current
+    from megatron.efa.cluster.model import Cluster, Node
+
+    nodes = (Node(name, per_node, tuple(path)) for name, path in hosts)
+    current.use(Cluster(tuple(nodes), source="test"))
+    socket.gethostname = lambda: hosts[node][0]
+
+
 def run_rank(entry, job, rank, out):
     """Train one rank in this (forked) process and never return."""
     status, steps = 1, []
@@ -82,6 +93,8 @@ def run_rank(entry, job, rank, out):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(job["port"]),
         }
+        if "hosts" in job:
+            be_on(job["hosts"], rank // per_node, per_node)
         sys.argv = ["entry.py", *job["argv"]]
         record_steps(steps)
         entry.train()
@@ -91,7 +104,8 @@ def run_rank(entry, job, rank, out):
     except BaseException:
         traceback.print_exc()
     finally:
-        (out / f"rank{rank}.json").write_text(json.dumps(steps))
+        # By the rank that it trained as, which placement may have changed.
+        (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(steps))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)

@@ -26,7 +26,16 @@ from megatron.efa.config.show import show
 from megatron.efa.config.words import GROUPS
 from megatron.efa.errors import EfaError
 
-OUR_FLAGS = ("--efa-groups", "--efa-data-parallel")
+OUR_FLAGS = (
+    "--efa-cluster",
+    "--efa-groups",
+    "--efa-data-parallel",
+    "--efa-expert-chunks",
+    "--efa-dispatch-dtype",
+    "--efa-placement",
+    "--efa-pipeline",
+    "--efa-tensor",
+)
 
 TEXT = st.text(st.sampled_from("aZ09 -_=./:,'\"#{}[]()&*!|>%@`~?\\é日"), max_size=12)
 TEXT = TEXT.filter(lambda text: text != "--")  # refused, see below

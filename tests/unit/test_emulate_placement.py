@@ -1,5 +1,7 @@
 """Nodes and ranks get the environment that leaves them the emulated links and nothing else."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,9 @@ from megatron.efa.errors import EfaError
 
 
 def node_env(base=(), gpus=None, hostname="node0"):
-    return placement.of_node(dict(base), hostname, "eth0", "demo", gpus)
+    return placement.of_node(
+        dict(base), hostname, "eth0", "demo", gpus, Path("/state/cluster.yaml")
+    )
 
 
 def test_every_library_is_bound_to_the_nodes_link():

@@ -39,8 +39,8 @@ class Costs:
         return 10e-6 if self.gpu else 2e-3
 
 
-def costs_of(two: TwoLevel, gpu: bool) -> Costs:
-    """The cluster's links, or what stands for those that are not known.
+def costs_of(per_node: int, gpu: bool) -> Costs:
+    """The cluster's links, or what stands for those that are not known; `per_node` ranks a node.
 
     For GPUs that is p5 to p6-b200: EFA of 400 Gbit/s a GPU, NVLink of 900 GB/s both ways, of which
     NCCL gets some 400. For CPUs an emulated node: gloo within it on two cores, and 1 Gbit/s that
@@ -48,7 +48,7 @@ def costs_of(two: TwoLevel, gpu: bool) -> Costs:
     """
     cluster = current()
     near = Link(400e9, 5e-6) if gpu else Link(200e6, 200e-6)
-    far = Link(50e9, 20e-6) if gpu else Link(125e6 / two.per_node, 200e-6)
+    far = Link(50e9, 20e-6) if gpu else Link(125e6 / per_node, 200e-6)
     return Costs(cluster.near or near, cluster.far or far, gpu)
 
 
@@ -65,19 +65,19 @@ def plan(two: TwoLevel, size: int, kind: Kind, mode: Mode = "auto", gpu: bool = 
     """Plan a collective of a whole message (R parts, for a scatter or gather) of `size` bytes."""
     if mode == "off" or not two.spans_nodes:
         return FLAT
-    costs = costs_of(two, gpu)
-    pieces = _pieces(two, size, costs)
+    costs = costs_of(two.per_node, gpu)
+    cuts = pieces(size // two.per_node, costs)
     if mode == "auto":
-        ours = two_level_seconds(two, size, kind, pieces, costs)
+        ours = two_level_seconds(two, size, kind, cuts, costs)
         if ours > MARGIN * flat_seconds(two, size, kind, costs):
             return FLAT
-    return Plan(True, pieces)
+    return Plan(True, cuts)
 
 
-def _pieces(two: TwoLevel, size: int, costs: Costs) -> int:
-    """As many as still send rail messages that reach `SHARE` of the far link's peak."""
+def pieces(size: int, costs: Costs) -> int:
+    """Into how many to cut a rail's `size` bytes: each still reaches `SHARE` of its peak rate."""
     link = Link(costs.far.peak, costs.far.latency + costs.stage)
-    return max(1, min(MOST_PIECES, int(size / two.per_node / link.size_at(SHARE))))
+    return max(1, min(MOST_PIECES, int(size / link.size_at(SHARE))))
 
 
 def flat_seconds(two: TwoLevel, size: int, kind: Kind, costs: Costs) -> float:

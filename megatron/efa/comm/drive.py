@@ -9,6 +9,9 @@ transfers in the node run beside them:
     piece 1             node     rail     node
     piece 2                      node     rail  ...
 
+Where pieces begin on the rail (`rail_first`), the next one enters before the others go on, and for
+the same end: that the rail is never without a transfer.
+
 That order is the same on all ranks, whatever the timing, so that transfers of one communicator
 match. On GPUs nothing waits on the host: each piece has a CUDA stream, which waits for its
 transfers. On CPUs a thread of the group's waits; a group's collectives run one after the other.
@@ -68,13 +71,13 @@ class _Events(Handle):
 class _Job(Handle):
     """The collective on a thread."""
 
-    def __init__(self, pieces: Sequence[Stage]) -> None:
-        self._pieces, self._error = pieces, None
+    def __init__(self, pieces: Sequence[Stage], rail_first: bool) -> None:
+        self._pieces, self._rail_first, self._error = pieces, rail_first, None
         self._ended = threading.Event()
 
     def run(self) -> None:
         try:
-            rounds(self._pieces)
+            rounds(self._pieces, rail_first=self._rail_first)
         except BaseException as error:
             self._error = error
         finally:
@@ -103,8 +106,8 @@ class _Lane:
         self._streams: list[Any] = []
         self._used = 0
 
-    def on_cpu(self, pieces: Sequence[Stage], async_op: bool) -> Handle | None:
-        job = _Job(pieces)
+    def on_cpu(self, pieces: Sequence[Stage], async_op: bool, rail_first: bool) -> Handle | None:
+        job = _Job(pieces, rail_first)
         if not async_op and (self._last is None or self._last.is_completed()):
             job.run()
         else:
@@ -122,7 +125,11 @@ class _Lane:
         return None
 
     def on_gpu(
-        self, pieces: Sequence[Stage], tensors: Sequence[torch.Tensor], async_op: bool
+        self,
+        pieces: Sequence[Stage],
+        tensors: Sequence[torch.Tensor],
+        async_op: bool,
+        rail_first: bool,
     ) -> Handle | None:
         if not self._streams:
             self._streams = [torch.cuda.Stream(tensors[0].device) for _ in range(STREAMS)]
@@ -132,7 +139,7 @@ class _Lane:
         self._used += len(pieces)
         for stream in used:
             stream.wait_stream(torch.cuda.current_stream())
-        rounds(pieces, streams)
+        rounds(pieces, streams, rail_first)
         handle = _Events([stream.record_event() for stream in used], tensors)
         if async_op:
             return handle
@@ -146,13 +153,13 @@ def _work_off(jobs: "queue.SimpleQueue[_Job | None]") -> None:
 
 
 @torch.no_grad()
-def rounds(pieces: Sequence[Stage], streams: Sequence[Any] = ()) -> None:
+def rounds(pieces: Sequence[Stage], streams: Sequence[Any] = (), rail_first: bool = False) -> None:
     """Run `pieces` to their end, the i-th under CUDA stream i % len(streams) if there are any."""
     waiting = deque(enumerate(pieces))
     active: list[tuple[int, Stage, Any]] = []  # youngest first, with the work that each waits for
     while waiting or active:
         entering = [(*waiting.popleft(), None)] if waiting else []
-        ahead = [*active, *entering] if active else entering
+        ahead = [*entering, *active] if rail_first else [*active, *entering]
         after = [(i, piece, _advance(i, piece, work, streams)) for i, piece, work in ahead]
         after = [entry for entry in after if entry[2] is not None]
         active = sorted(after, key=lambda entry: -entry[0])
@@ -171,12 +178,16 @@ _lanes: weakref.WeakKeyDictionary[Any, _Lane] = weakref.WeakKeyDictionary()
 
 
 def launch(
-    two: TwoLevel, pieces: Sequence[Stage], tensors: Sequence[torch.Tensor], async_op: bool
+    two: TwoLevel,
+    pieces: Sequence[Stage],
+    tensors: Sequence[torch.Tensor],
+    async_op: bool,
+    rail_first: bool = False,
 ) -> Handle | None:
     """Run `pieces`, which read and write `tensors`; None, or the handle if `async_op`."""
     group = two.rail or two.flat
     if (lane := _lanes.get(group)) is None:
         lane = _lanes[group] = _Lane()
     if tensors[0].is_cuda:
-        return lane.on_gpu(pieces, tensors, async_op)
-    return lane.on_cpu(pieces, async_op)
+        return lane.on_gpu(pieces, tensors, async_op, rail_first)
+    return lane.on_cpu(pieces, async_op, rail_first)

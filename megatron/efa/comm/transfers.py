@@ -162,3 +162,34 @@ def scatter(output: torch.Tensor, input: torch.Tensor | None, src: int, group: A
 def broadcast(tensor: torch.Tensor, src: int, group: Any) -> Any:
     """Start sending global rank `src`'s `tensor` to all members. Returns the work."""
     return dist.broadcast(tensor.view(torch.uint8), src=src, group=group, async_op=True)
+
+
+def exchange(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: Any,
+    received: Sequence[int],
+    sent: Sequence[int],
+    by_pairs: bool = False,
+) -> Stage:
+    """Send `sent[i]` rows of `input` [.., w] to member i, get `received[i]` rows of `output`.
+
+    Both contiguous, rows in the order of members. `by_pairs`: on CPUs with one partner after
+    another, as `swap` does between nodes.
+    """
+    if input.is_cuda or not by_pairs:
+        width = input.shape[1]
+        splits = ([count * width for count in counts] for counts in (received, sent))
+        yield all_to_all(output, input, group, *splits)
+        return
+    ranks, me = dist.get_process_group_ranks(group), group.rank()
+    outputs, inputs = output.split(list(received)), input.split(list(sent))
+    outputs[me].copy_(inputs[me])
+    for step in range(1, len(ranks)):
+        to, from_ = (me + step) % len(ranks), (me - step) % len(ranks)
+        works = []
+        if received[from_]:
+            works.append(dist.irecv(outputs[from_].view(torch.uint8), ranks[from_], group))
+        if sent[to]:
+            works.append(dist.isend(inputs[to].view(torch.uint8), ranks[to], group))
+        yield Both(*works)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.efa.emulate import job, kernel, placement
+from megatron.efa.emulate import description, job, kernel, placement
 from megatron.efa.emulate.cluster import EmulatedCluster
 from megatron.efa.emulate.output import LogFollower, tail
 from megatron.efa.emulate.rank import log_file
@@ -71,10 +71,16 @@ def _environments(
     nodes = len(cluster.nodes)
     shares = [None] * nodes if gpus is None else placement.share(gpus, nodes, ranks_per_node)
     port = str(job.free_port())
+    described = description.write(cluster, ranks_per_node)
     made = []
     for node in cluster.nodes:
         base = placement.of_node(
-            os.environ, node.hostname, cluster.interface, cluster.name, shares[node.index]
+            os.environ,
+            node.hostname,
+            cluster.interface,
+            cluster.name,
+            shares[node.index],
+            described,
         )
         for local in range(ranks_per_node):
             rank = node.index * ranks_per_node + local

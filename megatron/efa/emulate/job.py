@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.efa.emulate import placement, processes
+from megatron.efa.emulate import description, placement, processes
 from megatron.efa.emulate.cluster import EmulatedCluster
 from megatron.efa.emulate.network import LinkCounters
 from megatron.efa.emulate.output import LogFollower
@@ -123,11 +123,12 @@ def _start_agents(
     gpus: list[list[str] | None] = [None] * nodes
     if job.gpus is not None:
         gpus = placement.share(job.gpus, nodes, job.ranks_per_node)
+    described = description.write(cluster, job.ranks_per_node)
     for index, node in enumerate(cluster.nodes):
         address = cluster.nodes[0].address
         command = torchrun_command(nodes, index, job.ranks_per_node, address, port, rank)
         env = placement.of_node(
-            job.env, node.hostname, cluster.interface, cluster.name, gpus[index]
+            job.env, node.hostname, cluster.interface, cluster.name, gpus[index], described
         )
         with open(_agent_log(job.logs, index), "wb") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from megatron.efa.errors import EfaError
 
@@ -22,8 +23,11 @@ def of_node(
     interface: str,
     cluster_name: str,
     gpus: Sequence[str] | None,
+    description: Path,
 ) -> dict[str, str]:
     """Environment of torchrun on one node.
+
+    `description` is the file that tells its ranks of the cluster.
 
     `gpus` lists the GPU of each of its local ranks (None: no GPUs, and none are visible). Sockets
     are bound to `interface`; NCCL takes plain sockets over it, since no other fabric leads through
@@ -35,7 +39,8 @@ def of_node(
         if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIXES)
     }
     env.setdefault("OMP_NUM_THREADS", "1")
-    env["MEGATRON_EFA_CLUSTER"] = cluster_name
+    env["MEGATRON_EFA_CLUSTER"] = str(description)
+    env["MEGATRON_EFA_HOST"] = hostname  # also where nodes are no namespaces
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         env[name] = interface
     if gpus is None:

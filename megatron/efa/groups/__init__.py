@@ -11,7 +11,7 @@ the caller keeps to the flat group.
 """
 
 from megatron.efa.groups.axes import axis_of, tier_of
-from megatron.efa.groups.parts import TwoLevel, two_level
+from megatron.efa.groups.parts import TwoLevel, subgroup, two_level
 from megatron.efa.groups.shape import Shape, shape_of
 from megatron.efa.groups.start import configure, expect, forget
 
@@ -23,6 +23,7 @@ __all__ = [
     "expect",
     "forget",
     "shape_of",
+    "subgroup",
     "tier_of",
     "two_level",
 ]

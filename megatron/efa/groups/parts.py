@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -54,6 +55,7 @@ class TwoLevel:
 
 By = Literal["domain", "node"]
 _made: dict[tuple[tuple[int, ...], str, By], TwoLevel] = {}
+_others: list[Any] = []
 _warned: set[tuple[int, ...]] = set()
 _timeout: timedelta | None = None
 
@@ -92,13 +94,25 @@ def forget() -> None:
     """Drop the cached groups; those over gloo are closed, as upstream closes its own."""
     global _timeout
     world = dist.distributed_c10d._world.pg_map
-    for made in _made.values():
-        for part in {made.intra, made.rail} - {made.flat, None}:
-            if part in world and dist.get_backend(part) == "gloo":
-                dist.destroy_process_group(part)
+    parts = {p for made in _made.values() for p in {made.intra, made.rail} - {made.flat, None}}
+    for part in (*parts, *_others):
+        if part in world and dist.get_backend(part) == "gloo":
+            dist.destroy_process_group(part)
     _made.clear()
+    _others.clear()
     _warned.clear()
     _timeout = None
+
+
+def subgroup(group: Any, ranks: Sequence[int], purpose: str) -> Any:
+    """Return a new group of `ranks`, some of `group`'s, with its backend, options and timeout.
+
+    For what is neither in a node nor a rail. All of `ranks`, and none other, must call it, in the
+    same order relative to their other groups; `destroy_model_parallel` ends it.
+    """
+    made = _part(group, (), tuple(ranks), (axis_of(group), purpose, ""))
+    _others.append(made)
+    return made
 
 
 def _make(group: Any, ranks: tuple[int, ...], purpose: str, by: By) -> TwoLevel:
