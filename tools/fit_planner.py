@@ -1,7 +1,9 @@
 """Fit the planner's time model to published steps, or evaluate it on a file of steps.
 
-    tools/fit_planner.py                         cross-validate by (model, GPU) and report; write nothing
-    tools/fit_planner.py --write                 the same, then write the constants fitted to all rows
+    tools/fit_planner.py                         cross-validate by (model, GPU) and report; write
+    nothing
+    tools/fit_planner.py --write                 the same, then write the constants fitted to all
+    rows
     tools/fit_planner.py --hold model            leave whole models (or `gpu`) out instead
     tools/fit_planner.py --evaluate FILE.csv     predict every row of any file with those columns
 

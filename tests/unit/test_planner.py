@@ -1,4 +1,4 @@
-"""The planner's counts equal what is published; its parts sum; its search keeps to what is legal."""
+"""The planner's counts equal what is published; its parts sum; its search is legal."""
 
 import csv
 import json
@@ -64,7 +64,8 @@ def test_every_spelling_in_the_published_rows_is_one_model():
 
 
 def test_memory_of_deepseek_v3_equals_the_published_table():
-    """arXiv 2603.07685, table 3, GiB: weights and gradients 36.4, optimizer 32.1, activations 131.0."""
+    """arXiv 2603.07685, table 3, GiB: weights and gradients 36.4, optimizer 32.1, activations
+    131.0."""
     job = Job(256, 4096, 8192, pp=4, vp=4, ep=64)
     middle = memory.usage(find("deepseek-v3"), job, 1)
     assert (middle.weights + middle.gradients) / memory.GIB == pytest.approx(36.4, rel=0.01)
@@ -200,10 +201,9 @@ def write_rows(path, *changes):
 
 
 def evaluate(path, *flags):
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, TOOL, "--evaluate", path, *flags], capture_output=True, text=True
     )
-    return done
 
 
 def test_a_file_of_unseen_rows_is_evaluated_and_says_what_it_cannot_predict(tmp_path):

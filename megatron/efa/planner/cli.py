@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     machine = machines.of_kind(args.cluster)
     if args.nodes < 1:
         raise EfaError(f"--nodes {args.nodes}: give at least one node")
-    gpus = args.nodes * min(machine.domain, 8)
+    gpus = args.nodes * machine.node
     base = Job(
         gpus, args.seq, args.gbs or 8 * gpus, precision=args.precision,
         release=args.release, imbalance=args.imbalance,
@@ -123,8 +123,10 @@ def fixed(words: list[str]) -> dict[str, object]:
 def _table(plans: list[Plan], figures: list[dict], model: str, args: argparse.Namespace) -> str:
     lines = [
         f"{model} on {args.nodes} {args.cluster} nodes, {args.precision}, sequence {args.seq}, "
-        f"{plans[0].job.gbs} sequences a step; {len(plans)} layouts fit. Predictions, not measurements.",
-        f"{'step s':>8} {'tok/s/GPU':>10} {'MFU':>6} {'GiB':>6} {'GPU-hours':>11} {'days':>7}  layout",
+        f"{plans[0].job.gbs} sequences a step; {len(plans)} layouts fit.",
+        "Predictions, not measurements: docs/planner.md has their errors.",
+        f"{'step s':>8} {'tok/s/GPU':>10} {'MFU':>6} {'GiB':>6} {'GPU-hours':>11} {'days':>7}"
+        "  layout",
     ]
     for plan, f in zip(plans, figures, strict=False):
         lines.append(
@@ -144,9 +146,8 @@ def _why(plans: list[Plan]) -> str:
     for name in sorted(best.parts, key=lambda n: -abs(next_.parts[n] - best.parts[n])):
         gain = next_.parts[name] - best.parts[name]
         lines.append(f"{name:<12} {best.parts[name]:>8.3f} {next_.parts[name]:>8.3f} {gain:>+8.3f}")
-    lines.append(
-        f"{'step':<12} {best.seconds:>8.3f} {next_.seconds:>8.3f} {next_.seconds - best.seconds:>+8.3f}"
-    )
+    gain = next_.seconds - best.seconds
+    lines.append(f"{'step':<12} {best.seconds:>8.3f} {next_.seconds:>8.3f} {gain:>+8.3f}")
     return "\n".join(lines)
 
 

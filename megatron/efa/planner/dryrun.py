@@ -102,7 +102,7 @@ def start() -> None:
 
 
 def parse(flags: Sequence[str], rank: int, world: int) -> Namespace:
-    """Megatron's own arguments, checked by Megatron, of `rank`. Raises EfaError with its refusal."""
+    """Megatron's own arguments of `rank`, checked by it. Raises EfaError with its refusal."""
     from megatron.efa.arguments import add_efa_arguments
     from megatron.training.arguments import parse_args, validate_args
 
@@ -186,7 +186,7 @@ def build(args: Namespace, rank: int, world: int) -> tuple[list[Any], Any]:
 
 
 def _plain(config: Any) -> None:
-    """Choose Megatron's plain modules where kernels would be needed: the parameters are the same."""
+    """Choose Megatron's plain modules instead of kernels: the parameters are the same."""
     transformer = config.transformer
     transformer.transformer_impl = "local"
     transformer.moe_grouped_gemm = False

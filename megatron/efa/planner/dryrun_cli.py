@@ -76,5 +76,6 @@ def _row(r: RankReport) -> str:
     layers = f"{r.layers[0]}-{r.layers[-1]}" if r.layers else "-"
     return (
         f"{r.rank:>5} {r.pipeline_stage:>5} {layers:>8} {r.experts:>7} {r.parameters:>15,} "
-        f"{r.weight_bytes / GIB:>8.2f} {r.gradient_bytes / GIB:>8.2f} {r.optimizer_bytes / GIB:>8.2f}"
+        f"{r.weight_bytes / GIB:>8.2f} {r.gradient_bytes / GIB:>8.2f} "
+        f"{r.optimizer_bytes / GIB:>8.2f}"
     )

@@ -1,7 +1,8 @@
 """Fit the time model's constants to published steps, and cross-validate them by group.
 
 Constants are positive and fitted as logarithms with a Gaussian prior around a physical guess, by
-Gauss-Newton on the logarithm of predicted over measured with Huber weights: a constant that the rows
+Gauss-Newton on the logarithm of predicted over measured with Huber weights: a constant that the
+rows
 say nothing about keeps its guess.
 """
 
@@ -105,7 +106,7 @@ def conditions(shape: Shape, job: Job, machine: Machine) -> Conditions:
 
 
 def _fused(shape: Shape, job: Job, machine: Machine) -> bool:
-    """Transformer Engine's fused grouped MLP: MXFP8, gated, Blackwell, since the 26.06 containers."""
+    """Transformer Engine's fused grouped MLP: MXFP8, gated, Blackwell, from 26.06 on."""
     blackwell = "B" in machine.name
     return blackwell and shape.gated and job.precision == "fp8" and job.release == "2026.06"
 

@@ -69,5 +69,6 @@ class Job:
             )
         if self.gbs < self.dp * self.mbs:
             raise EfaError(
-                f"layout: a global batch of {self.gbs} is smaller than dp x mbs = {self.dp} x {self.mbs}"
+                f"layout: a global batch of {self.gbs} is smaller than dp x mbs = "
+                f"{self.dp} x {self.mbs}"
             )

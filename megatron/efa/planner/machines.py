@@ -7,7 +7,11 @@ rates are the vendor's data sheets; rates between nodes are the line rate of one
 import re
 from dataclasses import dataclass, replace
 
+from megatron.efa.cluster import catalogue
 from megatron.efa.errors import EfaError
+
+OLD_HOSTS = ("A100", "H100")
+"""GPUs whose EFA hosts are of the older generation."""
 
 TERA = 1e12
 GIGA = 1e9
@@ -34,8 +38,10 @@ class Machine:
     """GPUs that NVLink joins."""
     fabric: str = "ib"
     """`efa`, `ib` or `none`."""
+    node: int = 8
+    """GPUs of a host."""
     old_host: bool = False
-    """p5 and p5e: hosts and EFA of an earlier generation than the others' here."""
+    """Hosts and EFA of the generation of the published p5 runs, which are slower to launch."""
 
 
 def _gpu(name: str, *figures: float, **more: object) -> Machine:
@@ -62,29 +68,28 @@ MACHINES: dict[str, Machine] = {
 }
 
 
-KINDS = {
-    "p4d": ("A100", 50, True),
-    "p4de": ("A100", 50, True),
-    "p5": ("H100", 50, True),
-    "p5e": ("H200", 50, True),
-    "p5en": ("H200", 50, False),
-    "p6-b200": ("B200", 50, False),
-    "p6-b300": ("B300", 100, False),
-    "p6e-gb200": ("GB200", 50, False),
-}
-"""Instance families: GPU, GB/s of EFA per GPU, whether the host is of the older generation."""
-
-
 def of_kind(kind: str) -> Machine:
-    """The machine of an EC2 instance type or family. Raises EfaError if it is not known."""
-    family = kind.lower().split(".")[0]
-    if family not in KINDS:
+    """The machine of a kind of node in the catalogue, or of a family's largest one (`p5en`).
+
+    Raises EfaError if the catalogue has none such, or the planner does not know its GPU.
+    """
+    sizes = [catalogue.machine(k) for k in catalogue.kinds() if k.split(".")[0] == kind]
+    node = max(sizes, key=lambda m: m.gpus or 0) if sizes else catalogue.machine(kind)
+    gpu = (node.gpu or "").split("-")[0]
+    if gpu not in MACHINES or not node.gpus:
         raise EfaError(
-            f"--cluster {kind}: not an instance family the planner knows; known are "
-            f"{', '.join(KINDS)}"
+            f"--cluster {kind}: the planner has no rates for its GPU ({node.gpu or 'not known'}); "
+            f"it knows {', '.join(MACHINES)}"
         )
-    gpu, far, old = KINDS[family]
-    return replace(MACHINES[gpu], far=far * GIGA, fabric="efa", old_host=old)
+    far = (node.network_gbit_s or 0) * GIGA / 8 / node.gpus
+    return replace(
+        MACHINES[gpu],
+        far=far or MACHINES[gpu].far,
+        domain=node.domain_gpus or node.gpus,
+        node=node.gpus,
+        fabric="efa" if node.fabric == "efa" else "ib",
+        old_host=node.fabric == "efa" and gpu in OLD_HOSTS,
+    )
 
 
 def of_gpu(gpu: str, interconnect: str = "") -> Machine:
@@ -100,5 +105,5 @@ def of_gpu(gpu: str, interconnect: str = "") -> Machine:
     machine = MACHINES[key]
     text = interconnect.lower()
     if "efa" in text or re.search(r"\bp\d", text):
-        machine = replace(machine, fabric="efa", old_host=key in ("A100", "H100"))
+        machine = replace(machine, fabric="efa", old_host=key in OLD_HOSTS)
     return machine

@@ -1,7 +1,9 @@
 """Bytes of one rank: weights, gradients, optimizer, activations, buffers.
 
-Weights, gradients and optimizer are exact (the dry run counts the same). Activations are what Transformer
-Engine's and Megatron's modules save for the backward pass, tensor by tensor, times the microbatches that
+Weights, gradients and optimizer are exact (the dry run counts the same). Activations are what
+Transformer
+Engine's and Megatron's modules save for the backward pass, tensor by tensor, times the microbatches
+that
 the schedule keeps in flight.
 """
 
@@ -26,7 +28,7 @@ allocated is 4 to 18 %; expandable segments reach the lower end)."""
 
 @dataclass(frozen=True)
 class States:
-    """Bytes per parameter of what a rank keeps; the optimizer's are divided by the sharding group."""
+    """Bytes per parameter that a rank keeps; the optimizer's are divided by the group."""
 
     weight: float = 2
     gradient: float = 4
@@ -126,7 +128,7 @@ def _moe_dense(shape: Shape, tp: int) -> float:
 
 
 def layer_activations(shape: Shape, job: Job, moe: bool) -> float:
-    """Bytes per token (of a tensor- and context-parallel rank) that one layer saves for backward."""
+    """Bytes per token (of a tensor and context rank) that one layer saves for backward."""
     names, h, n = job.recompute, shape.hidden, shape.heads
     if "full" in names:
         return BF16 * h
@@ -158,7 +160,8 @@ def layer_activations(shape: Shape, job: Job, moe: bool) -> float:
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:
-    """Model chunks whose activations a stage keeps at its fullest moment (1F1B; interleaved with vp)."""
+    """Model chunks whose activations a stage keeps at its fullest moment (1F1B; interleaved with
+    vp)."""
     if job.vp == 1:
         return min(job.pp - stage, job.microbatches)
     warm = (job.pp - stage - 1) * 2 + (job.vp - 1) * job.pp + 1
@@ -190,7 +193,8 @@ def usage(shape: Shape, job: Job, stage: int, kept: States | None = None) -> Usa
 
 
 def _buffers(shape: Shape, job: Job, stage: int) -> float:
-    """Bytes per token beside the saved tensors: what exists while one layer or the loss is computed."""
+    """Bytes per token beside the saved tensors: what exists while one layer or the loss is
+    computed."""
     total = 0.0
     if stage == job.pp - 1:
         # logits in bf16, their fp32 copy and its gradient; one head at a time
@@ -207,7 +211,8 @@ def _buffers(shape: Shape, job: Job, stage: int) -> float:
 def fullest(shape: Shape, job: Job) -> Usage:
     """The stage with the most bytes.
 
-    Microbatches in flight fall with the stage, so it is the first with a given split of its layers, or the
+    Microbatches in flight fall with the stage, so it is the first with a given split of its layers,
+    or the
     last, which has the logits.
     """
     split = stages(shape, job.pp, job.vp, job.seq)

@@ -33,7 +33,8 @@ def html(shape: Shape, machine: Machine, plans: list[Plan], figures: list[dict])
     return (
         "<!doctype html><meta charset=utf-8>"
         f"<title>{escape(shape.name)} on {plans[0].job.gpus} {machine.name}</title>"
-        "<style>body{font:14px sans-serif;margin:2em}td,th{padding:2px 8px;text-align:right}</style>"
+        "<style>body{font:14px sans-serif;margin:2em}"
+        "td,th{padding:2px 8px;text-align:right}</style>"
         f"<h1>{escape(shape.name)} on {plans[0].job.gpus} {machine.name}</h1>"
         "<p>Predictions, not measurements.</p>"
         f"<table><tr>{head}</tr>{body}</table>"
@@ -54,7 +55,8 @@ def _bars(rows: list[tuple[str, dict[str, float]]], unit: str) -> str:
             width = parts[name] / longest * _WIDTH
             out.append(
                 f'<rect x="{x:.1f}" y="{i * 34 + 14}" width="{width:.1f}" height="14" '
-                f'fill="{_COLOURS[n % len(_COLOURS)]}"><title>{name} {parts[name]:.3g} {unit}</title></rect>'
+                f'fill="{_COLOURS[n % len(_COLOURS)]}">'
+                f"<title>{name} {parts[name]:.3g} {unit}</title></rect>"
             )
             x += width
     key = " ".join(
@@ -89,7 +91,8 @@ def _timeline(plan: Plan, most: int = 24) -> str:
     scale = _WIDTH / max(clock)
     boxes = "".join(
         f'<rect x="{a * scale:.1f}" y="{s * 12}" width="{(b - a) * scale:.1f}" height="11" '
-        f'fill="{"#4e79a7" if kind == "F" else "#59a14f"}" stroke="white"><title>{kind}{m}</title></rect>'
+        f'fill="{"#4e79a7" if kind == "F" else "#59a14f"}" stroke="white">'
+        f"<title>{kind}{m}</title></rect>"
         for s, a, b, kind, m in out
     )
     note = f"first {count} of {job.microbatches} microbatches, one chunk a stage"

@@ -1,4 +1,5 @@
-"""A published run (a row of the steps' CSV) as a model, a layout and a machine, or why it is not one.
+"""A published run (a row of the steps' CSV) as a model, a layout and a machine, or why it is not
+one.
 
 The rules here take the place of deleting rows: what a source is known to do differently becomes a
 field of the job (release, natural routing, dropped tokens, sharded parameters, dispatcher).

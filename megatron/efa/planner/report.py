@@ -1,4 +1,5 @@
-"""Errors of predicted steps, as text and as figures: overall, by hardware, by model, the worst rows."""
+"""Errors of predicted steps, as text and as figures: overall, by hardware, by model, the worst
+rows."""
 
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ def sort_rows(rows: list[dict[str, str]]) -> Rows:
 
 
 def summary(rows: Rows, predicted: np.ndarray) -> dict:
-    """median_abs_error, p90_abs_error (fractions; null with no measured row), rows, not_predicted."""
+    """median_abs_error, p90_abs_error (fractions; null if none measured), rows, not_predicted."""
     errors = _errors(rows, predicted)
     measured = errors[np.isfinite(errors)]
     return {
@@ -52,7 +53,8 @@ def _errors(rows: Rows, predicted: np.ndarray) -> np.ndarray:
 def table(rows: Rows, predicted: np.ndarray) -> str:
     """Each row's prediction and error, then the rows without one and why."""
     lines = [
-        f"{'row':>4} {'model':<24} {'gpu':<6} {'gpus':>5} {'measured s':>11} {'predicted s':>12}  error"
+        f"{'row':>4} {'model':<24} {'gpu':<6} {'gpus':>5} {'measured s':>11} "
+        f"{'predicted s':>12}  error"
     ]
     for number, run, seconds in zip(rows.numbers, rows.runs, predicted, strict=True):
         error = (

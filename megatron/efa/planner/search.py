@@ -1,7 +1,8 @@
 """All legal layouts of a model on a cluster: pruned by memory, ranked by step time.
 
 Legal is what Megatron 0.19 takes: sizes that divide, virtual stages only with pipeline stages,
-`overlap_moe_expert_parallel_comm` only with virtual stages (or one stage) and without full recomputation.
+`overlap_moe_expert_parallel_comm` only with virtual stages (or one stage) and without full
+recomputation.
 """
 
 from collections.abc import Iterator
@@ -65,7 +66,8 @@ def _recomputes(shape: Shape) -> list[frozenset[str]]:
 
 
 def layouts(shape: Shape, base: Job, machine: Machine, fixed: dict[str, object]) -> Iterator[Job]:
-    """Legal layouts of `base`'s GPUs, batch and precision, those of `fixed` alone where it names a field."""
+    """Legal layouts of `base`'s GPUs, batch and precision, those of `fixed` alone where it names a
+    field."""
 
     def choices(name: str, options: list) -> list:
         return [fixed[name]] if name in fixed else options
@@ -156,7 +158,7 @@ def search(
     if not jobs:
         raise EfaError(
             f"no layout divides {base.gpus} GPUs and a global batch of {base.gbs} for {shape.name}"
-            f"{' with what --fix asks for' if fixed else ''}: change the batch or the number of nodes"
+            f"{' with what --fix asks for' if fixed else ''}: change the batch or the nodes"
         )
     limit = machine.memory * (1 - RESERVE)
     usages = _usages(shape, jobs)
@@ -166,8 +168,10 @@ def search(
         best = int(np.argmin(sizes))
         job = jobs[best]
         raise EfaError(
-            f"{shape.name} does not fit {base.gpus} {machine.name}: the smallest layout (tp{job.tp} "
-            f"pp{job.pp} ep{job.ep} cp{job.cp} mbs{job.mbs}, recompute {', '.join(sorted(job.recompute))}) "
+            f"{shape.name} does not fit {base.gpus} {machine.name}: the smallest layout "
+            f"(tp{job.tp} "
+            f"pp{job.pp} ep{job.ep} cp{job.cp} mbs{job.mbs}, "
+            f"recompute {', '.join(sorted(job.recompute))}) "
             f"needs {sizes[best] / memory.GIB:.0f} of {limit / memory.GIB:.0f} GiB: take more nodes"
         )
     plans = evaluate(shape, [jobs[i] for i in fitting], machine, [usages[i] for i in fitting])

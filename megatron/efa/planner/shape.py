@@ -32,7 +32,8 @@ class Shape:
     dense: int = 0
     """Leading layers without experts."""
     q_lora: int = 0
-    """Rank of the query's projection; -1: latent attention with a full query; 0: no latent attention."""
+    """Rank of the query's projection; -1: latent attention with a full query; 0: no latent
+    attention."""
     kv_lora: int = 0
     qk_nope: int = 0
     qk_rope: int = 0
@@ -56,7 +57,8 @@ class Shape:
     linear_state: int = 128
     linear_groups: int = 1
     moe_layers: int = -1
-    """Hybrids whose blocks are either a mixer or an MLP: number of MLP blocks. -1: one in each layer."""
+    """Hybrids whose blocks are either a mixer or an MLP: number of MLP blocks. -1: one in each
+    layer."""
     compressed: float = 1.0
     """Share of the keys that compressed attention reads."""
     indexer: int = 0
@@ -141,7 +143,8 @@ class Shape:
         return self.matrices * self.expert_width * self.expert_ffn
 
     def moe_shared_params(self) -> int:
-        """Weights of one MoE layer that every token uses: shared expert, router, latent projections."""
+        """Weights of one MoE layer that every token uses: shared expert, router, latent
+        projections."""
         h = self.hidden
         return self.matrices * h * self.shared_ffn + h * self.experts + 2 * h * self.latent
 
@@ -186,11 +189,13 @@ class Shape:
         return self.context(seq) * self.heads * (self.query_dim + self.value_dim)
 
     def linear_scan(self) -> float:
-        """Multiply-adds per token in one Mamba-2 layer's scan, as Megatron counts them (7/6 of d*n)."""
+        """Multiply-adds per token in one Mamba-2 layer's scan, as Megatron counts them (7/6 of
+        d*n)."""
         return 7 / 3 * self.linear_heads * self.linear_dim * self.linear_state / 2
 
     def flops_per_token(self, seq: int) -> float:
-        """Model FLOPs of forward and backward, the count of Megatron's num_floating_point_operations:
+        """Model FLOPs of forward and backward, the count of Megatron's
+        num_floating_point_operations:
         two a multiply-add, three for forward and backward; router, norms and recomputation free."""
         h = self.hidden
         layer = self.attention_matrices() + self.core_attention(seq)
@@ -241,8 +246,8 @@ def find(name: str) -> Shape:
     hits = [alias for alias in known if key.startswith(alias)]
     if not hits:
         raise EfaError(
-            f"model {name!r}: not in the planner's catalogue; give its Megatron arguments as a YAML "
-            f"file or one of {', '.join(sorted(catalogue()))}"
+            f"model {name!r}: not in the planner's catalogue (data/models.yaml), which has "
+            f" {', '.join(sorted(catalogue()))}"
         )
     return catalogue()[known[max(hits, key=len)]]
 

@@ -3,7 +3,8 @@
     microbatch = p-norm(GPU, host) of one stage, GPU = compute + exposed communication
     step = microbatch x (microbatches + (stages - 1) / chunks) + data parallel + optimizer + fixed
 
-Works on floats and on arrays of rows alike. The constants and how they were fitted: docs/planner.md.
+Works on floats and on arrays of rows alike. The constants and how they were fitted:
+docs/planner.md.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ SHARPNESS = 4.0
 
 @dataclass(frozen=True)
 class Conditions:
-    """Of one run (or an array of runs): the machine's rates and the switches that pick constants."""
+    """Of one run (or an array of runs): rates, and the switches that pick constants."""
 
     peak: Any
     """FLOP/s of the run's GEMM precision."""
@@ -66,8 +67,10 @@ def soft_max(a: Any, b: Any) -> Any:
 def breakdown(w: Any, c: Conditions, k: dict[str, float]) -> dict[str, Any]:
     """Seconds of one step by cause; the values sum to the step.
 
-    `w` is a Work, `k` the constants. Keys: compute, attention, memory (bound), experts (their GEMMs),
-    ep_near, ep_far, tp, cp, pp, host (launches that the GPU waits for), bubble, dp, optimizer, other.
+    `w` is a Work, `k` the constants. Keys: compute, attention, memory (bound), experts (their
+    GEMMs),
+    ep_near, ep_far, tp, cp, pp, host (launches that the GPU waits for), bubble, dp, optimizer,
+    other.
     """
     stage = w.uneven / w.stages
     gemm = k["gemm_low"] ** c.low * k["gemm_16"] ** (1 - c.low)

@@ -1,7 +1,8 @@
 """What one GPU computes and sends in a step: FLOPs, bytes and counts, without a clock.
 
 Amounts of one microbatch are sums over all layers, forward, backward and recomputation, divided by
-tp and cp but not by pp: the mean stage has 1/pp of them. All are floats, so rows of published runs stack
+tp and cp but not by pp: the mean stage has 1/pp of them. All are floats, so rows of published runs
+stack
 into arrays for the fit.
 """
 
@@ -34,7 +35,7 @@ class Work:
     elementwise: float
     """Bytes of norms, activations, rope, residuals, loss."""
     heads: float
-    """Bytes of queries, keys and values between projections and core: rope, norms, concatenation."""
+    """Bytes of queries, keys and values between projections and core: rope, norms."""
     permute: float
     """Bytes of the experts' permutations, activations and their quantisation."""
     unfused: float
@@ -148,7 +149,7 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
         expert_rows=max(tokens * shape.topk * job.ep * job.etp / max(shape.experts, 1), 1.0),
         head=6 * shape.vocab * h * (1 + shape.mtp) * tokens,
         attention=2 * core * tokens,
-        scan=shape.linear * tokens * shape.linear_heads * shape.linear_dim * 60 * passes["linear"] / 3,
+        scan=tokens * shape.linear * shape.linear_heads * shape.linear_dim * 20 * passes["linear"],
         elementwise=tokens * (
             attention_layers * BF16 * 24 * h * shape.streams
             + (shape.linear + moe_layers) * BF16 * 12 * h
@@ -189,7 +190,8 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
         dp_far=dp_far,
         optimizer=shard * (24 + 2 * job.moment_bytes) + (dense_params + expert_params) * FP32 * 2,
         fsdp_near=fsdp * job.pp,
-        fsdp_far=fsdp * job.pp * (job.dp * job.tp > machine.domain) / max(machine.domain / job.tp, 1),
+        fsdp_far=fsdp * job.pp * (job.dp * job.tp > machine.domain) / max(machine.domain / job.tp,
+        1),
     )  # fmt: skip
 
 
