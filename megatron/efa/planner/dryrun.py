@@ -25,6 +25,10 @@ from megatron.efa.planner.memory import States
 REPLACED = ("moe_grouped_gemm", "fp8", "fp4", "cross_entropy_loss_fusion", "masked_softmax_fusion")
 """Fields of the model's config that choose kernels and leave parameters as they are."""
 
+DUPLICATED = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+"""Whole on every tensor rank with Transformer Engine, split by Megatron's plain modules
+(multi_latent_attention.py)."""
+
 GROUPS = ("tp", "cp", "dp", "dp_cp", "pp", "ep", "expt_tp", "expt_dp")
 
 
@@ -217,8 +221,10 @@ def _module_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "mtp" else parts[0]
 
 
-def report(model: list[Any], groups: Any, args: Namespace, rank: int) -> RankReport:
-    """What the built chunks of `rank` hold."""
+def report(
+    model: list[Any], groups: Any, args: Namespace, rank: int, plain: bool = False
+) -> RankReport:
+    """What the built chunks of `rank` hold; `plain`: the job itself asks for Megatron's modules."""
     import torch
 
     modules: dict[str, int] = {}
@@ -228,12 +234,14 @@ def report(model: list[Any], groups: Any, args: Namespace, rank: int) -> RankRep
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             key = _module_of(name)
-            modules[key] = modules.get(key, 0) + parameter.numel()
-            total += parameter.numel()
+            whole_here = not plain and any(part in name for part in DUPLICATED)
+            size = parameter.numel() * (args.tensor_model_parallel_size if whole_here else 1)
+            modules[key] = modules.get(key, 0) + size
+            total += size
             if not getattr(parameter, "allreduce", True) or ".experts." in name:
-                expert += parameter.numel()
-            elif getattr(parameter, "tensor_model_parallel", False):
-                split += parameter.numel()
+                expert += size
+            elif not whole_here and getattr(parameter, "tensor_model_parallel", False):
+                split += size
         buffers += sum(b.numel() for b in chunk.buffers())
         decoder = getattr(chunk, "decoder", None)
         layers += [layer.layer_number - 1 for layer in getattr(decoder, "layers", ())]
@@ -280,6 +288,7 @@ def run(argv: Sequence[str], world: int, ranks: Sequence[int] | None = None) -> 
     args = parse(flags, 0, world)
     size = args.pipeline_model_parallel_size
     every = ranks is None
+    plain = "--transformer-impl" in flags and "local" in flags
     stages = [stage * (world // size) for stage in range(size)]
     if args.use_tp_pp_dp_mapping:
         stages = [stage * args.tensor_model_parallel_size for stage in range(size)]
@@ -290,7 +299,7 @@ def run(argv: Sequence[str], world: int, ranks: Sequence[int] | None = None) -> 
         try:
             with _as_rank(rank, world), _as_gpu(), _quiet(), refusal.as_sentences():
                 model, groups = build(args, rank, world)
-                reports.append(report(model, groups, args, rank))
+                reports.append(report(model, groups, args, rank, plain))
         finally:
             stop()
     return DryRun(args, reports, whole(args, reports) if every else 0)

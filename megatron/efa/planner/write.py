@@ -61,7 +61,7 @@ def render(shape: Shape, job: Job, cluster: str) -> str:
     ]
     if job.precision == "fp8":
         recipe = "mxfp8" if "b" in cluster else "blockwise"
-        lines += ["", "cluster:", "  fp8_format: e4m3", f"  fp8_recipe: {recipe}"]
+        lines += ["", "cluster:", "  fp8: e4m3", f"  fp8_recipe: {recipe}"]
     return "\n".join(lines) + "\n"
 
 
