@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.efa.planner import memory
+from megatron.efa.planner import dryrun, memory
 from megatron.efa.planner.layout import Job
 from megatron.efa.planner.shape import find
 from megatron.efa.planner.write import render
@@ -76,6 +76,13 @@ def test_groups_hold_the_ranks_of_the_real_cluster(built):
     assert groups["pp"] == [0, 64, 128, 192]
     assert groups["ep"] == list(range(64))
     assert len(groups["dp"]) == 32
+
+
+def test_every_planned_example_is_one_that_megatrons_parser_takes():
+    files = sorted((ROOT / "examples/trillion").glob("*.yaml"))
+    assert len(files) >= 9
+    for file in files:
+        assert "--expert-model-parallel-size" in dryrun.flags_of(["--config", str(file)])
 
 
 def test_an_argument_that_megatron_refuses_is_one_line(config):

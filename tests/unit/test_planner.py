@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.efa.config.compose import EXAMPLES
 from megatron.efa.errors import EfaError
 from megatron.efa.planner import constants, fit, memory, published, report, search, time
+from megatron.efa.planner.from_config import shape_of
 from megatron.efa.planner.layout import Job
 from megatron.efa.planner.machines import MACHINES, of_kind
 from megatron.efa.planner.pipeline import layout, slots, stages
@@ -61,6 +63,15 @@ def test_every_spelling_in_the_published_rows_is_one_model():
     assert find("DeepSeekV3 (w/o MTP)").name == "deepseek-v3"
     with pytest.raises(EfaError, match="not in the planner's catalogue"):
         find("a model of tomorrow")
+
+
+def test_every_planned_example_is_the_model_of_the_catalogue():
+    files = sorted((EXAMPLES / "trillion").glob("*.yaml"))
+    assert len(files) >= 9
+    for file in files:
+        read, known = shape_of(file), find(file.stem)
+        assert read.params(mtp=True) == known.params(mtp=True)
+        assert read.flops_per_token(4096) == known.flops_per_token(4096)
 
 
 def test_memory_of_deepseek_v3_equals_the_published_table():

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.efa.errors import EfaError
-from megatron.efa.planner import machines, page, search, shape, write
+from megatron.efa.planner import from_config, machines, page, search, shape, write
 from megatron.efa.planner.layout import DISPATCHERS, Job
 from megatron.efa.planner.memory import GIB
 from megatron.efa.planner.search import Plan
@@ -27,7 +27,9 @@ _COLUMNS = ("step_s", "tokens_per_s_per_gpu", "mfu", "memory_gib", "gpu_hours", 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommand's flags."""
     parser.add_argument(
-        "--model", required=True, help="a published model: kimi-k2, deepseek-v3, ..."
+        "--model",
+        required=True,
+        help="a published model (kimi-k2, ...) or a YAML of Megatron arguments",
     )
     parser.add_argument(
         "--cluster", required=True, help="instance family: p5, p5en, p6-b200, p6-b300"
@@ -61,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print; return the exit code."""
-    model = shape.find(args.model)
+    is_file = args.model.endswith(".yaml")
+    model = from_config.shape_of(Path(args.model)) if is_file else shape.find(args.model)
     machine = machines.of_kind(args.cluster)
     if args.nodes < 1:
         raise EfaError(f"--nodes {args.nodes}: give at least one node")

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from megatron.efa import cpu, refusal
@@ -87,16 +88,21 @@ def _as_rank(rank: int, world: int) -> Iterator[None]:
 
 def flags_of(argv: Sequence[str]) -> list[str]:
     """Megatron's flags for a command line of pretrain_gpt.py (YAML, overrides, flags)."""
-    from megatron.efa.arguments import NOT_IN_YAML, build_parser
-    from megatron.efa.config.flags import Flags
-
     words = split(argv)
     settings = compose(words.config, words.overrides)
-    parser = build_parser()
-    arguments = Flags(parser, hidden=NOT_IN_YAML)
+    parser, arguments = _arguments()
     flags = [word for setting in settings for word in arguments.of(setting)] + words.flags
     parser.parse_args(flags)
     return flags
+
+
+@cache
+def _arguments() -> tuple[Any, Any]:
+    from megatron.efa.arguments import NOT_IN_YAML, build_parser
+    from megatron.efa.config.flags import Flags
+
+    parser = build_parser()
+    return parser, Flags(parser, hidden=NOT_IN_YAML)
 
 
 def start() -> None:
@@ -139,15 +145,18 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _as_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """Let Megatron's checks see a GPU with `capability`: the job's, not this machine's."""
+    """Let Megatron's checks see the job's GPU and Transformer Engine, not this machine's."""
     import torch
 
-    kept = torch.cuda.get_device_capability
+    from megatron.core.transformer import transformer_config
+
+    kept = torch.cuda.get_device_capability, transformer_config.is_te_min_version
     torch.cuda.get_device_capability = lambda device=None: capability
+    transformer_config.is_te_min_version = lambda *version, **more: True
     try:
         yield
     finally:
-        torch.cuda.get_device_capability = kept
+        torch.cuda.get_device_capability, transformer_config.is_te_min_version = kept
 
 
 def build(args: Namespace, rank: int, world: int) -> tuple[list[Any], Any]:

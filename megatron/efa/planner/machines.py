@@ -97,7 +97,8 @@ def of_gpu(gpu: str, interconnect: str = "") -> Machine:
 
     Raises EfaError if the GPU is not known.
     """
-    key = re.sub(r"^(NVIDIA|DGX)[ -]*", "", gpu.strip().upper()).split()[0].split("-")[0]
+    words = re.sub(r"^((NVIDIA|DGX)[ -]*)+", "", gpu.strip().upper()).split() or [""]
+    key = words[0].split("-")[0]
     if key not in MACHINES:
         raise EfaError(
             f"gpu {gpu!r}: not known to the planner; known are {', '.join(sorted(MACHINES))}"

@@ -81,7 +81,8 @@ def parse(row: dict[str, str]) -> Run:
 def _seconds(row: dict[str, str]) -> float:
     """Measured time of a step; from tokens/s where only that is given. NaN if neither is."""
     try:
-        return float(row["step_time_s"])
+        seconds = float(row["step_time_s"])
+        return seconds if seconds > 0 else float("nan")
     except ValueError:
         pass
     try:
@@ -96,8 +97,8 @@ def _number(row: dict[str, str], name: str, default: int | None = None) -> int:
     if not text and default is not None:
         return default
     try:
-        value = int(float(text))
-    except ValueError:
+        value = int(float(text.replace(",", "")))
+    except (ValueError, OverflowError):
         raise EfaError(f"{name}={text!r}: not a number") from None
     if value < 1:
         raise EfaError(f"{name}={text!r}: must be at least 1")
