@@ -16,6 +16,8 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "emulate": ("megatron.efa.emulate.cli", "run a training job on an emulated cluster"),
     "topology": ("megatron.efa.cluster.cli", "see, write down and use the cluster's network"),
     "bench": ("megatron.efa.bench.cli", "measure paths beside upstream on an emulated cluster"),
+    "plan": ("megatron.efa.planner.cli", "find the fastest layout of a model that fits a cluster"),
+    "dry-run": ("megatron.efa.planner.dryrun_cli", "build ranks of a real job without its GPUs"),
 }
 
 

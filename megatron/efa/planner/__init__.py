@@ -1,0 +1,1 @@
+"""Memory, time, search and dry run of a training job, before anyone rents its nodes."""
