@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup quickstart test test-gpu lint format clean
+.PHONY: help setup quickstart test test-unit test-parity test-gpu lint format clean
 help:
 	@echo "make quickstart  train a small mixture of experts on an emulated cluster (about 3 minutes after set-up)"
 	@echo "make test        lint and run every test that this machine can run"
@@ -30,8 +30,13 @@ lint: .venv/.ready
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 
+# Side by side, what needs no root and no quiet machine; then what shapes links and reads clocks.
 test: setup lint
-	$(PY) -m pytest
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-unit test-parity
+	$(PY) -m pytest tests/emulated tests/gpu
+
+test-unit test-parity: test-%: setup
+	$(PY) -m pytest tests/$*
 
 test-gpu: setup
 	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: PyTorch sees no CUDA device here")'

@@ -66,7 +66,7 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     )
     group.add_argument(
         "--efa-expert-chunks",
-        type=_positive,
+        type=int,
         metavar="N",
         help="chunks in which the hierarchical dispatcher sends a layer's tokens, so that nodes "
         "and rails are busy at once; default by message size (docs/expert.md)",
@@ -100,12 +100,6 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "tensor-parallel ranks hold sent once between nodes (docs/paths.md)",
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError("at least 1")
-    return value
 
 
 def build_parser() -> argparse.ArgumentParser:

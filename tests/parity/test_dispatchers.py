@@ -12,12 +12,13 @@ from megatron.efa import cpu
 from megatron.efa.cluster.current import use
 from megatron.efa.cluster.model import Cluster, Node
 from megatron.efa.errors import EfaError
+from megatron.efa.groups import parts
 from tests.unit.gloo_ranks import GlooRanks
 
 RANKS = 8
 SHAPES = [(1, 4), (4, 1), (2, 2), (2, 4), (4, 2), (3, 2)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_groups = {}
+_groups, _parts = {}, {}
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,15 @@ def test_padding_to_capacity_gives_experts_as_many_rows(ranks, shape):
         assert difference is None or max(difference.values()) <= 1, difference
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+def test_a_group_that_lies_unevenly_counts_as_one_node(ranks, shape):
+    """Its ranks stand on nodes of three and of one, or alone among others."""
+    case = {"shape": shape, "local": 2, "topk": 3, "tokens": [5, 0, 7, 2], "hidden": 8}
+    case |= {"dtype": "fp32", "chunks": 2, "skew": 0.0, "dropped": 0.2, "seed": 3, "nodes": (3, 5)}
+    for difference in ranks(compare, case):
+        assert difference is None or max(difference.values()) <= 1, difference
+
+
 # What the ranks do.
 
 
@@ -107,8 +117,12 @@ def group_of(case):
     spare = RANKS - nodes * per_node
     if spare % per_node:
         names = (*names[:nodes], Node("rest", spare))
-    use(Cluster(names))
-    key = case["shape"]
+    if "nodes" in case:
+        names = [Node(f"node{i}", size) for i, size in enumerate(case["nodes"])]
+    use(Cluster(tuple(names)))
+    key = (*case["shape"], *case.get("nodes", ()))
+    # Parts are cached by members, as a job has one cluster; here the same ranks have several.
+    parts._made = _parts.setdefault(key, {})
     if key not in _groups:
         members = list(range(nodes * per_node))
         _groups[key] = dist.new_group(members, group_desc=f"EXPERT_{nodes}x{per_node}")
@@ -143,6 +157,9 @@ def made(case, pg, hierarchical):
     kind = HierarchicalTokenDispatcher if hierarchical else MoEAlltoAllTokenDispatcher
     experts = list(range(first, first + case["local"]))
     dispatcher = kind(case["local"], experts, config_of(case), pg)
+    if hierarchical:
+        shape = (1, pg.ep.size()) if "nodes" in case else case["shape"]
+        assert (dispatcher.place.nodes, dispatcher.place.per_node) == shape
     if hierarchical:
         dispatcher.chunks = case["chunks"]
     return dispatcher

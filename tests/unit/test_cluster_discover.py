@@ -325,6 +325,11 @@ def test_a_wrong_hostfile_is_said(tmp_path, text, said):
         discover(f"hostfile:{tmp_path / 'h'}")
 
 
+def test_a_hostfile_without_a_name_is_asked_for():
+    with pytest.raises(EfaError, match="name the file"):
+        discover("hostfile:")
+
+
 def test_a_kind_says_gpus_and_an_unknown_one_is_refused(tmp_path):
     (tmp_path / "h").write_text("a\nb\n")
     cluster = discover(f"hostfile:{tmp_path / 'h'}", "p5en.48xlarge")

@@ -149,6 +149,12 @@ def test_groups_that_are_the_nodes_count_in_autos_choice():
     assert choose.rows_a_token(limited)[1] == pytest.approx(2 * 3 / 4)
 
 
+def test_no_chunks_are_refused():
+    cluster(4, 8)
+    with pytest.raises(EfaError, match="--efa-expert-chunks 0"):
+        switches.configure(args(efa_expert_chunks=0))
+
+
 def test_fp8_without_the_hierarchical_dispatcher_is_refused():
     cluster(4, 8)
     with pytest.raises(EfaError, match="--efa-dispatch-dtype fp8"):

@@ -96,14 +96,20 @@ def summary(cluster: Cluster) -> str:
     """One line: what is known of `cluster`, and what is not."""
     kinds = sorted({node.kind for node in cluster.nodes if node.kind})
     layers = {len(node.path) for node in cluster.nodes}
-    depth = f"{max(layers)} switches deep" if max(layers) else "network paths not known"
+    depth = (
+        f"{_many(max(layers), 'switch', 'es')} deep" if max(layers) else "network paths not known"
+    )
     rate = "" if cluster.far is None else f", {cluster.far.peak / 1e9:.3g} GB/s a GPU between nodes"
     missing = f"; {'; '.join(cluster.notes)}" if cluster.notes else ""
     return (
-        f"{len(cluster.nodes)} nodes, {cluster.world_size} GPUs"
+        f"{_many(len(cluster.nodes), 'node')}, {_many(cluster.world_size, 'GPU')}"
         f"{f' ({", ".join(kinds)})' if kinds else ''}, {depth}{rate}, from "
         f"{cluster.source or 'a description'}{missing}"
     )
+
+
+def _many(count: int, thing: str, plural: str = "s") -> str:
+    return f"{count} {thing}{plural if count != 1 else ''}"
 
 
 def of_torchrun(world_size: int, local_world_size: int) -> Cluster:

@@ -1,11 +1,12 @@
 """Collectives that upstream calls as `torch.distributed.X(..., group=g)`, sent over two levels.
 
-Where upstream has no place for collectives of one's own, the patched module's names `torch` and
-`dist_*_func` become those that `routed` gives: they look at the group's axis, and hand to `comm`
-what a room has asked for (`send`) and torch everything else, unchanged.
+Where upstream has no place for collectives of one's own, the patched module's `torch` becomes the
+`proxy` here, and its `dist_*_func` the functions: they look at the group's axis, and hand to `comm`
+what a room has asked for (`send`) and torch everything else, unchanged. What is not contiguous, and
+lists of tensors, stay with torch.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,19 +29,14 @@ def send(axes: Iterable[str], mode: Mode, purpose: str) -> None:
             _asked[axis] = (mode, purpose)
 
 
-def routed(module: Any) -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
-    """(torch, all-gather, reduce-scatter) for a module of upstream's to use for its own names."""
-    return _Torch(module), _all_gather_into_tensor, _reduce_scatter_tensor
-
-
 class _Torch:
     """torch, but for three functions of `torch.distributed`."""
 
-    def __init__(self, module: Any) -> None:
-        self._module, self.distributed = module, _Distributed()
+    def __init__(self) -> None:
+        self.distributed = _Distributed()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return getattr(torch, name)
 
 
 class _Distributed:
@@ -48,34 +44,37 @@ class _Distributed:
         return _OURS.get(name) or getattr(dist, name)
 
 
-def _all_reduce(
+def all_reduce(
     tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
+    """As torch.distributed.all_reduce."""
     if (way := _way(group, tensor)) is None:
         return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
     two, mode = way
     return collectives.all_reduce(tensor, two, op, async_op, mode=mode)
 
 
-def _all_gather_into_tensor(
+def all_gather_into_tensor(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
+    """As torch.distributed.all_gather_into_tensor."""
     if (way := _way(group, output_tensor, input_tensor)) is None:
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     two, mode = way
     return collectives.all_gather(output_tensor, input_tensor, two, async_op, mode)
 
 
-def _reduce_scatter_tensor(
+def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
     op: Any = dist.ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
+    """As torch.distributed.reduce_scatter_tensor."""
     if (way := _way(group, output, input)) is None:
         return dist.reduce_scatter_tensor(output, input, op, group, async_op)
     two, mode = way
@@ -83,10 +82,11 @@ def _reduce_scatter_tensor(
 
 
 _OURS = {
-    "all_reduce": _all_reduce,
-    "all_gather_into_tensor": _all_gather_into_tensor,
-    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "all_reduce": all_reduce,
+    "all_gather_into_tensor": all_gather_into_tensor,
+    "reduce_scatter_tensor": reduce_scatter_tensor,
 }
+proxy = _Torch()
 
 
 def _way(group: Any, *tensors: torch.Tensor) -> tuple[TwoLevel, Mode] | None:

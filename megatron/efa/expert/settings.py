@@ -37,6 +37,8 @@ def configure(args: Namespace) -> None:
     global _chunks, _fp8
     _chunks = getattr(args, "efa_expert_chunks", None)
     _fp8 = getattr(args, "efa_dispatch_dtype", "bf16") == "fp8"
+    if _chunks is not None and _chunks < 1:
+        raise EfaError(f"--efa-expert-chunks {_chunks}: tokens are sent in 1 chunk or more")
     if not args.num_experts:
         return
     if args.moe_token_dispatcher_type == "auto":

@@ -30,7 +30,8 @@ def configure(args: Namespace) -> None:
             "and every layer waits for it to cross the network: --tensor-model-parallel-size "
             f"{most} stays in a node; make up for it by pipeline stages or experts' parallelism"
         )
-    if spans and mode == "on" and getattr(args, "transformer_impl", "local") != "local":
+    theirs = getattr(args, "transformer_impl", "local") != "local"
+    if spans and mode == "on" and theirs:
         raise EfaError(
             f"--efa-tensor on: the collectives of --transformer-impl {args.transformer_impl} are "
             "inside it and cannot go over two levels: give --transformer-impl local, or "
@@ -39,6 +40,9 @@ def configure(args: Namespace) -> None:
     route.send(AXES, mode, PURPOSE)
     if mode != "off":
         if spans and args.rank == 0:
-            print(f"> tensor parallelism over {shape.nodes} nodes of {len(shape.blocks[0])} ranks")
+            print(
+                f"> tensor parallelism over {shape.nodes} nodes of {len(shape.blocks[0])} ranks"
+                f"{', by Transformer Engine itself' if theirs else ''}"
+            )
         for axis in AXES:
             groups.expect(axis, PURPOSE)

@@ -26,7 +26,7 @@ def discover(source: str | None, kind: str = "") -> Cluster:
     if source is None:
         return current.current()
     name, _, rest = source.partition(":")
-    if name in _SOURCES and (name == source or rest):
+    if name in _SOURCES:
         return _SOURCES[name](rest, kind)
     if Path(source).suffix in (".yaml", ".yml"):
         return describe.read(source)

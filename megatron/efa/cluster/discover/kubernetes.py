@@ -72,7 +72,8 @@ def _answer(file: Path | None) -> dict[str, Any]:
             command = ["kubectl", "get", "nodes", "-o", "json"]
             answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if answer.returncode:
-                raise EfaError(f"kubectl get nodes: {answer.stderr.strip().splitlines()[-1:]}")
+                reason = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
+                raise EfaError(f"kubectl get nodes failed: {reason}")
             text = answer.stdout
         said = json.loads(text)
     except FileNotFoundError as error:
