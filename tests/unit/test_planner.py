@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.efa.config.compose import EXAMPLES
 from megatron.efa.errors import EfaError
-from megatron.efa.planner import constants, fit, memory, published, report, search, time
+from megatron.efa.planner import constants, fit, memory, page, published, report, search, time
 from megatron.efa.planner.from_config import shape_of
 from megatron.efa.planner.layout import Job
 from megatron.efa.planner.machines import MACHINES, of_kind
@@ -263,3 +263,14 @@ def test_parallel_runs_of_the_same_job_do_not_depend_on_the_row():
         "qwen3-30b-a3b",
         "H100",
     )
+
+
+def test_the_page_shows_every_plan_and_every_stage():
+    shape, machine = find("kimi-k2"), of_kind("p6-b300")
+    plans = [plan_of(), plan_of(recompute=frozenset({"full"}))]
+    text = page.html(shape, machine, plans, [p.figures(shape, machine, 1e12) for p in plans])
+    assert text.count("<svg") == 3
+    for plan in plans:
+        assert search.describe(plan.job) in text
+    assert all(f"stage {stage}<" in text for stage in range(8))
+    assert text.count("<title>F") == text.count("<title>B") > 0
