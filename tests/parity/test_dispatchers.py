@@ -95,6 +95,14 @@ def test_padding_to_capacity_gives_experts_as_many_rows(ranks, shape):
         assert difference is None or max(difference.values()) <= 1, difference
 
 
+def test_padding_for_quantization_fills_up_each_expert(ranks):
+    """Every expert's rows are a multiple of 16; those that fill up are nobody's."""
+    case = {"shape": (2, 2), "local": 3, "topk": 3, "tokens": [9, 0, 20, 2], "hidden": 8}
+    case |= {"dtype": "fp32", "chunks": None, "skew": 3.0, "dropped": 0.0, "seed": 4, "align": 16}
+    for difference in ranks(compare, case):
+        assert difference is None or max(difference.values()) <= 1, difference
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
 def test_a_group_that_lies_unevenly_counts_as_one_node(ranks, shape):
     """Its ranks stand on nodes of three and of one, or alone among others."""
@@ -141,7 +149,11 @@ def config_of(case):
         moe_permute_fusion=False,
         moe_pad_expert_input_to_capacity=case.get("pad", False),
         moe_expert_capacity_factor=1.0 if case["dropped"] or case.get("pad") else None,
-        moe_router_padding_for_quantization=False,
+        moe_router_padding_for_quantization="align" in case,
+        use_transformer_engine_op_fuser=False,
+        fp8="e4m3",
+        fp8_recipe="delayed",
+        fp4=None,
         overlap_moe_expert_parallel_comm=False,
         cuda_graph_impl="none",
         cuda_graph_modules=[],
@@ -225,13 +237,16 @@ def compare(rank, case):
     from megatron.efa.expert import settings as switches
 
     dtype = DTYPES[case["dtype"]]
-    theirs, their_counts = step(case, pg, False, torch.float32)
-    largest, _ = step(case, pg, False, torch.float32, magnitudes=True)
+    plain = {key: value for key, value in case.items() if key != "align"}
+    theirs, their_counts = step(plain, pg, False, torch.float32)
+    largest, _ = step(plain, pg, False, torch.float32, magnitudes=True)
     switches._fp8 = case.get("fp8", False)
     try:
         ours, counts = step(case, pg, True, dtype)
     finally:
         switches._fp8 = False
+    if "align" in case:
+        their_counts = -(-their_counts // case["align"]) * case["align"]
     assert torch.equal(counts, their_counts.cpu()), (counts, their_counts)
     unit = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps / 2
     if case.get("fp8"):

@@ -7,7 +7,6 @@ tokens, routing and expert weights, and must agree. docs/bench.md says what is m
 import argparse
 import itertools
 import multiprocessing
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,9 +91,6 @@ def _integers(text: str) -> list[int]:
 
 def _preload(gpu: bool) -> None:
     """Import what ranks need before they are forked. Nothing here may touch a GPU."""
-    # Megatron asks at import whether there is a GPU. By the driver's library: the runtime, once it
-    # has been asked anything, refuses to work in a fork.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     from megatron.efa import cpu
     from megatron.efa.fork import verify_at_start
 
