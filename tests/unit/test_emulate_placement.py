@@ -41,6 +41,13 @@ def test_ranks_of_another_launcher_are_forgotten_and_the_rest_is_kept():
     assert (env["HF_HOME"], env["PATH"]) == ("/x", "/bin")
 
 
+def test_nodes_compile_into_folders_of_their_own():
+    """Their processes have the same numbers, by which compilers name the files they write."""
+    first, second = (node_env(gpus=["0"], hostname=name) for name in ("node0", "node1"))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert first[name] != second[name]
+
+
 def test_without_gpu_no_gpu_is_visible_and_nccl_is_left_alone():
     env = node_env({"CUDA_VISIBLE_DEVICES": "0,1"})
     assert env["CUDA_VISIBLE_DEVICES"] == ""

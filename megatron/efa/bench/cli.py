@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the chosen benchmark; returns its exit code. Raises EfaError without PyTorch."""
     if importlib.util.find_spec("torch") is None:
         raise EfaError("benchmarks need PyTorch: pip install 'megatron-efa[torch]'")
-    # Megatron asks at import whether there is a GPU. By the driver's library, then: the runtime, once
-    # it has been asked anything, refuses to work in a fork, which the ranks are.
+    # Megatron asks at import whether there is a GPU. By the driver's library, then: the runtime,
+    # once it has been asked anything, refuses to work in a fork, which the ranks are.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return importlib.import_module(BENCHMARKS[args.benchmark][0]).run(args)
 

@@ -42,6 +42,7 @@ def preload(gpu: bool) -> None:
     verify_at_start()
     if not gpu:
         cpu.enable()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks it of layers in parts
     if not (_ROOT / "pretrain_gpt.py").is_file():
         raise EfaError(f"there is no pretrain_gpt.py in {_ROOT}: run it from a checkout")
     sys.path.insert(0, str(_ROOT))

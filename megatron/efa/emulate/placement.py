@@ -51,6 +51,9 @@ def of_node(
         NCCL_IB_DISABLE="1",
         NCCL_MNNVL_ENABLE="0",  # NVLink must not join what are two nodes here
         NCCL_HOSTID=f"{cluster_name}-{hostname}",
+        # Compilers name what they are writing by process, and nodes number processes alike.
+        TORCHINDUCTOR_CACHE_DIR=str(description.parent / "compiled" / hostname / "inductor"),
+        TRITON_CACHE_DIR=str(description.parent / "compiled" / hostname / "triton"),
     )
     env.setdefault("NCCL_NVLS_ENABLE", "0")
     env.pop("NCCL_COMM_ID", None)
