@@ -196,8 +196,9 @@ def test_yaml_and_flags_of_the_same_run_parse_to_the_same_arguments(upstream, ou
 
 
 def test_every_example_is_known_to_megatron(upstream, ours):
+    groups = ("model", "data", "train", "parallel", "cluster")
     for file in sorted(EXAMPLES.rglob("*.yaml")):
-        choice = [f"{file.parent.name}={file.stem}"] if file.parent != EXAMPLES else []
+        choice = [f"{file.parent.name}={file.stem}"] if file.parent.name in groups else []
         found = compose(str(EXAMPLES / "mock.yaml" if choice else file), choice)
         upstream.parse_args([word for setting in found for word in ours.of(setting)])
 

@@ -144,7 +144,13 @@ def test_between_neighbouring_releases_the_series_moves_cleanly(checkout, pinned
 def test_on_the_older_release_real_conflicts_stop_and_drift_is_shown(
     checkout, pinned, monkeypatch, capsys
 ):
-    series = with_probes(pinned, load(checkout.patches))
+    # Patches that hook into what 0.19 changed conflict there one after the other. The probes, which
+    # stand in the same files, show that in one.
+    first, later = (load(checkout.patches)[part] for part in (slice(4), slice(4, None)))
+    for patch in later:
+        (checkout.patches / patch.name).unlink()
+    sync(checkout)
+    series = with_probes(pinned, first)
     probes = series[-1]
     (checkout.patches / probes.name).write_bytes(probes.render())
     sync(checkout)

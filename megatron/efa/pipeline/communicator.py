@@ -12,6 +12,16 @@ from megatron.efa.errors import EfaError
 from megatron.efa.pipeline import settings
 from megatron.efa.pipeline.wires import Wires, wires_of
 
+ORDER = (
+    ("send_next", "recv_prev", "send_prev", "recv_next"),
+    ("recv_prev", "send_next", "recv_next", "send_prev"),
+)
+"""What stages of even and of odd number begin first.
+
+Where CUDA has one queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for) a transfer holds up
+those begun after it: what a stage begins first its neighbour must begin first as well, or each
+waits behind its own."""
+
 
 def communicator(upstream: type) -> type:
     """Return the subclass of upstream's `P2PCommunicator` that takes its place."""
@@ -52,17 +62,22 @@ def _communicate(
         prev_shape, next_shape = communicator._communicate_shapes(
             tensor_send_next, tensor_send_prev, recv_prev, recv_next
         )
-    received = {
+    tensors = {
         "recv_prev": _empty(prev_shape, communicator.config) if recv_prev else None,
         "recv_next": _empty(next_shape, communicator.config) if recv_next else None,
+        "send_next": tensor_send_next,
+        "send_prev": tensor_send_prev,
     }
-    sent = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
-    handles = {n: wires.of(n).receive(t) for n, t in received.items() if t is not None}
-    handles |= {n: wires.of(n).send(t) for n, t in sent.items() if t is not None}
+    handles = {}
+    for name in ORDER[communicator.current_stage % 2]:
+        if tensors[name] is not None:
+            wire = wires.of(name)
+            start = wire.send if name.startswith("send") else wire.receive
+            handles[name] = start(tensors[name])
     if wait_on_reqs:
         for handle in handles.values():
             handle.wait()
-    return received["recv_prev"], received["recv_next"], None if wait_on_reqs else handles
+    return tensors["recv_prev"], tensors["recv_next"], None if wait_on_reqs else handles
 
 
 def _empty(shape: Any, config: Any) -> torch.Tensor:
