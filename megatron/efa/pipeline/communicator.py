@@ -18,8 +18,8 @@ ORDER = (
 )
 """What stages of even and of odd number begin first.
 
-Where CUDA has one queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for) a transfer holds up
-those begun after it: what a stage begins first its neighbour must begin first as well, or each
+Where CUDA has one queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for) a transfer holds
+up those begun after it: what a stage begins first its neighbour must begin first as well, or each
 waits behind its own."""
 
 
