@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity.layouts import DISTRIBUTED, OVERLAP, ep
 
-STEPS = 4
+STEPS = 3
 ON = ["--efa-data-parallel", "on"]
 ACCUMULATED = [
     *("--bf16", "--grad-reduce-in-bf16", "--ddp-reduce-scatter-with-fp32-accumulation"),

@@ -6,7 +6,7 @@ from tests.parity.harness import MLA
 from tests.parity.layouts import OVERLAP, RECOMPUTE, SHARED, TP, ep
 from tests.parity.test_data_parallel import close
 
-STEPS = 4
+STEPS = 3
 EIGHT = ["--num-experts", "8", "--moe-router-topk", "3"]
 SIGMOID = ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
 CAPACITY = ["--moe-expert-capacity-factor", "1.0"]
@@ -21,18 +21,12 @@ LAYOUTS = {
         ],
     ),
     "experts of TP2": (4, 2, [*TP, *ep(2, etp=2), *EIGHT]),
-    "four nodes, TP2 for attention alone": (8, 2, [*TP, *ep(8), *EIGHT]),
     "padded to capacity": (
         4,
         2,
         [*ep(4), *EIGHT, *CAPACITY, "--moe-pad-expert-input-to-capacity"],
     ),
     "capacity, layer done twice": (4, 2, [*ep(4), *EIGHT, *CAPACITY, *RECOMPUTE, "moe"]),
-    "bf16, microbatches overlapped": (
-        4,
-        2,
-        [*ep(4), *EIGHT, "--bf16", "--overlap-moe-expert-parallel-comm"],
-    ),
     "one expert a rank, microbatches overlapped": (
         4,
         2,
@@ -58,10 +52,10 @@ def test_trains_as_upstream(ours, fork, name):
 def test_a_run_goes_on_with_the_other_dispatcher(ours, fork, tmp_path):
     """Weights and optimizer states are the same in both."""
     flags = [*ep(4), *EIGHT, "--use-distributed-optimizer"]
-    save = ["--save", str(tmp_path), "--save-interval", "2"]
-    load = ["--load", str(tmp_path), "--ckpt-step", "2"]
+    save = ["--save", str(tmp_path), "--save-interval", "1"]
+    load = ["--load", str(tmp_path), "--ckpt-step", "1"]
     unbroken = fork.run(4, [*flags, *save], STEPS).checked()
     switched = ours.run(4, [*flags, *load, *HIERARCHICAL], STEPS, per_node=2).checked()
-    assert len(switched.steps) == STEPS - 2
-    assert close(switched.losses, unbroken.losses[2:], 1e-5)
-    assert close(switched.grad_norms, unbroken.grad_norms[2:], 1e-5)
+    assert len(switched.steps) == STEPS - 1
+    assert close(switched.losses, unbroken.losses[1:], 1e-5)
+    assert close(switched.grad_norms, unbroken.grad_norms[1:], 1e-5)

@@ -19,7 +19,6 @@ LAYOUTS = {
     ),
     "PP2 x EP2": (4, 2, [*pp(2), *ep(2), *DISTRIBUTED]),
     "MTP, PP2, bf16": (2, 1, [*MOE, *pp(2), "--mtp-num-layers", "1", "--bf16"]),
-    "PP2 x TP2, slices": (4, 2, [*pp(2), *DENSE_TP, *EVALUATION]),
     "PP2 x TP2, virtual stages, slices, bf16": (
         4,
         2,
