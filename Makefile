@@ -30,13 +30,17 @@ lint: .venv/.ready
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 
-# Side by side, what needs no root and no quiet machine; then what shapes links and reads clocks.
+# Side by side, what needs no quiet machine; then what measures links and clocks.
+QUICKSTART := tests/emulated/test_quickstart.py
 test: setup lint
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-unit test-parity
-	$(PY) -m pytest tests/emulated tests/gpu
+	$(PY) -m pytest tests/emulated tests/gpu --ignore=$(QUICKSTART)
 
-test-unit test-parity: test-%: setup
-	$(PY) -m pytest tests/$*
+test-unit: setup
+	$(PY) -m pytest tests/unit $(QUICKSTART)
+
+test-parity: setup
+	$(PY) -m pytest tests/parity
 
 test-gpu: setup
 	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: PyTorch sees no CUDA device here")'
