@@ -1,0 +1,1 @@
+"""What EFA's software needs: environment variables, as data with their sources."""
