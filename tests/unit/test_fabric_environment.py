@@ -101,7 +101,8 @@ def test_every_entry_is_whole_and_has_a_source():
     used = set()
     for entry in [*DATA["needed"], *DATA["verdicts"]]:
         used.add(entry["source"])
-        assert entry["why"] and not entry["why"].endswith(".")
+        assert entry["why"]
+        assert not entry["why"].endswith(".")
         SpecifierSet(entry.get("plugin", ""))
     for entry in DATA["verdicts"]:
         assert entry["level"] in LEVELS

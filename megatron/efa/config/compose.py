@@ -81,7 +81,8 @@ def compose_all(config: str | None, overrides: Sequence[str] = ()) -> list[Setti
     """Return all settings that file `config` (or none) and `overrides` make together.
 
     A value is a str, int, float, bool, or a list of them; null counts as not given and is left out.
-    A key of the group `launch` may hold keys: it is then a name with dots. Raises EfaError, one line, for whatever is wrong with a file or an override.
+    A key of the group `launch` may hold keys: it is then a name with dots. Raises EfaError, one
+    line, for whatever is wrong with a file or an override.
     """
     if config is None and not overrides:
         return []

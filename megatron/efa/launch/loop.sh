@@ -44,6 +44,7 @@ while :; do
     codes=" $(for file in "$folder"/failed-code-*; do
         [ -e "$file" ] && basename "$file"
     done | sed 's/^failed-code-\([0-9]*\)-.*/\1/' | sort -nu | tr '\n' ' ')"
+    # shellcheck disable=SC2012 # the oldest first, and the names are ours
     who=$(cd "$folder" && ls -tr | sed -n 's/^failed-code-[0-9]*-\(.*\)/\1/p' | head -n 1)
     if [ "$code" = 0 ] && [ "$codes" = " " ]; then
         if [ -n "$announced" ]; then
@@ -52,7 +53,7 @@ while :; do
             requeue || finish stopped 0
             exit 0
         fi
-        finish done 0
+        finish "done" 0
     fi
     case $codes in
     *" 17 "*) # the rerun machine: a step's result is wrong each time

@@ -125,7 +125,7 @@ def _pair(text: str, by: str, key: str) -> tuple[str, str]:
 
 
 def _kueue(job: Job) -> dict[str, str]:
-    """Kueue's topology-aware scheduling: all pods under one node of a layer, or as few as can be."""
+    """Annotations for Kueue: all pods under one switch of a layer, or under as few as can be."""
     pod = job.launch.kubernetes
     if pod.required_topology and pod.preferred_topology:
         raise EfaError(

@@ -12,7 +12,8 @@ from megatron.efa.launch import record
 # Megatron's line of a log interval (megatron-core 0.19.2, training/training.py, training_log).
 _LINE = re.compile(
     r" iteration +(?P<step>\d+)/ *(?P<steps>\d+) \|.* elapsed time per iteration \(ms\): "
-    r"(?P<ms>[\d.]+) \|.* global batch size: +(?P<batch>\d+) \|(?:.*? lm loss: (?P<loss>[-+.\dEenaif]+))?"
+    r"(?P<ms>[\d.]+) \|.* global batch size: +(?P<batch>\d+) \|"
+    r"(?:.*? lm loss: (?P<loss>[-+.\dEenaif]+))?"
 )
 _FAILED = re.compile(r"failed-code-(?P<code>\d+)-(?P<who>.+)-on-(?P<host>.+)")
 

@@ -15,7 +15,6 @@ def header(job: Job, python: str) -> list[str]:
         "set -u -o pipefail",
         f"run={shlex.quote(str(job.run))}",
         f"python={shlex.quote(python)}",
-        f"nodes={job.nodes}",
         f"restarts={job.launch.restarts}",
         f"cd {shlex.quote(job.workdir)} || exit 2",
         "",

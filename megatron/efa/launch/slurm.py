@@ -15,7 +15,14 @@ _WORDS = ("partition", "account", "qos", "reservation", "constraint", "nodelist"
 def render(job: Job) -> dict[str, str]:
     """The script for sbatch. Raises EfaError for an option that sbatch would refuse."""
     lines = ["#!/bin/bash", *_options(job), *header(job, job.launch.python), *_container(job)]
-    lines += [*_resume(job.launch.slurm), *_STEP, *_requeue(job.launch.slurm), "", loop()]
+    lines += [
+        f"nodes={job.nodes}",
+        *_resume(job.launch.slurm),
+        *_STEP,
+        *_requeue(job.launch.slurm),
+        "",
+        loop(),
+    ]
     return {"job.sbatch": "\n".join(lines)}
 
 

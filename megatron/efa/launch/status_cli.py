@@ -48,10 +48,11 @@ def as_json(progress: Progress) -> dict:
 def as_text(progress: Progress) -> str:
     """A line a fact."""
     told = as_json(progress)
-    size = progress.launched["nodes"] * progress.launched["ranks_per_node"]
+    nodes = progress.launched["nodes"]
+    size = nodes * progress.launched["ranks_per_node"]
     speed = told["tokens_per_second"]
     rows = {
-        "run": f"{told['name']}, {size} ranks on {progress.launched['nodes']} nodes, {told['target']}",
+        "run": f"{told['name']}, {size} ranks on {nodes} nodes, {told['target']}",
         "state": told["state"] + (f" (exit code {told['exit_code']})" if told["exit_code"] else ""),
         "step": f"{told['step']} of {told['steps']}" if told["step"] else "none yet",
         "loss": "none yet" if told["loss"] is None else f"{told['loss']:.4f}",

@@ -16,7 +16,7 @@ def render(job: Job) -> dict[str, str]:
         "#!/bin/bash",
         f"# {job.name}: start on each of {job.nodes} nodes, as",
         "#   torchrun.sh NODE_RANK HEAD",
-        f"# NODE_RANK from 0 to {job.nodes - 1} (ranks follow the order of hosts), HEAD the host of 0.",
+        f"# NODE_RANK: 0 to {job.nodes - 1}, ranks follow it; HEAD: the host of NODE_RANK 0.",
         "set -u",
         f"cd {shlex.quote(job.workdir)} || exit 2",
         *exports,
