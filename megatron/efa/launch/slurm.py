@@ -71,7 +71,8 @@ def _container(job: Job) -> list[str]:
         f"--container-workdir={job.workdir}",
         "--no-container-mount-home",
     ]
-    lines = [f"container=({' '.join(map(shlex.quote, options))})"]
+    quoted = (option.replace("'", "'\\''") for option in options)
+    lines = ["container=(", *(f"    '{option}'" for option in quoted), ")"]
     if image.startswith(("/", ".")):
         quoted = shlex.quote(image)
         lines += [
