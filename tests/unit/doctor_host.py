@@ -1,12 +1,15 @@
-"""A machine made of a folder and a table: a healthy p5.48xlarge, to be spoilt in one point each."""
+"""A machine made of a folder and a table: a healthy node, which each test spoils in one point."""
 
 import sys
 from pathlib import Path
 
+from megatron.efa.cluster.catalogue import machine
+from megatron.efa.doctor.checks.storage import EXTENSION
 from megatron.efa.doctor.context import Context
 from megatron.efa.doctor.host import ABSENT, Answer, Host
 from megatron.efa.doctor.registry import checks, findings
 
+KIND = "p6-b200.48xlarge"  # the fewest devices of all kinds with 8 GPUs
 PLUGIN = "/opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so"
 LUSTRE = """UUID 1K-blocks Used Available Use% Mounted on
 fsx-MDT0000_UUID 1000000 1000 999000 1% /fsx[MDT:0]
@@ -65,7 +68,7 @@ class FakeHost(Host):
 
 
 CONTEXT = Context(
-    kind="p5.48xlarge",
+    kind=KIND,
     nodes=4,
     settings={"save": "/fsx/run", "num_workers": 2, "flight_recorder_dump_path": "/fsx/fr"},
     checkpoint_bytes=14e12,
@@ -80,8 +83,14 @@ def fi_info(devices):
     )
 
 
-def healthy(root: Path, ec2=None) -> FakeHost:
-    """A p5.48xlarge on which nothing is wrong."""
+def bare(root: Path, ec2=None) -> FakeHost:
+    """A machine that has nothing and tells nothing."""
+    return FakeHost(root, {}, {}, ec2)
+
+
+def healthy(root: Path, ec2=None, kind=KIND) -> FakeHost:
+    """A node on which nothing is wrong."""
+    devices = machine(kind).interfaces
     environ = {
         "LD_LIBRARY_PATH": "/opt/amazon/efa/lib:/opt/amazon/ofi-nccl/lib",
         "NCCL_NET_PLUGIN": PLUGIN,
@@ -90,9 +99,9 @@ def healthy(root: Path, ec2=None) -> FakeHost:
         "SLURM_JOB_NODELIST": "ip-10-0-0-[1-4]",
     }
     answers = {
-        "/opt/amazon/efa/bin/fi_info -p efa": fi_info(32),
+        "/opt/amazon/efa/bin/fi_info -p efa": fi_info(devices),
         "/opt/amazon/efa/bin/fi_info --version": "fi_info: 2.6.0amzn1.0\nlibfabric: 2.6.0amzn1.0\n",
-        "nvidia-smi --query-gpu=name ": "NVIDIA H100 80GB HBM3\n" * 8,
+        "nvidia-smi --query-gpu=name ": "NVIDIA B200\n" * 8,
         "nvidia-smi --query-gpu=index,": "".join(
             f"{i}, 0, Not Active, Not Active\n" for i in range(8)
         ),
@@ -114,11 +123,11 @@ def healthy(root: Path, ec2=None) -> FakeHost:
         '"r/eks/aws-efa-k8s-device-plugin:v0.5.12"}]}}}}]}',
     }
     host = FakeHost(root, environ, answers, ec2)
-    for number in range(32):
+    for number in range(devices):
         host.efa(number)
     for path, text in {
         "/sys/devices/virtual/dmi/id/sys_vendor": "Amazon EC2\n",
-        "/sys/devices/virtual/dmi/id/product_name": "p5.48xlarge\n",
+        "/sys/devices/virtual/dmi/id/product_name": f"{kind}\n",
         "/sys/devices/virtual/dmi/id/board_asset_tag": "i-00000000000000001\n",
         "/sys/module/efa/version": "3.3.0\n",
         "/opt/amazon/efa_installed_packages": "# EFA installer version: 1.50.0\n",
@@ -149,7 +158,5 @@ def healthy(root: Path, ec2=None) -> FakeHost:
         host.put(path, text)
     host.link("/usr/lib64/libnccl.so.2", "/usr/lib64/libnccl.so.2.31.2")
     host.link("/usr/lib64/libcuda.so.1", "/usr/lib64/libcuda.so.580.95.05")
-    from megatron.efa.doctor.checks.storage import _EXTENSION
-
-    host.put(f"{_EXTENSION}/helpers_cpp.cpython-312-x86_64-linux-gnu.so")
+    host.put(f"{EXTENSION}/helpers_cpp.cpython-312-x86_64-linux-gnu.so")
     return host

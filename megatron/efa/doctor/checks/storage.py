@@ -15,7 +15,8 @@ SHARED = ("lustre", "nfs", "nfs4", "efs", "fuse.weka", "wekafs", "beegfs", "gpfs
 KEPT = 2
 """Checkpoints that must fit: the last stays until the next is whole."""
 _OBJECT = re.compile(r"^(s3|msc|gs|az)://")
-_EXTENSION = Path(__file__).resolve().parents[3] / "core/datasets"
+EXTENSION = Path(__file__).resolve().parents[3] / "core/datasets"
+"""Of the fork: where the index builder is compiled."""
 
 
 def mount(host: Host, path: str) -> tuple[str, str]:
@@ -134,17 +135,17 @@ def _fullest(host: Host, path: str) -> tuple[str, int, int] | None:
 
 @check("index-extension", "the dataset's C++ index builder is compiled", ["F25"])
 def extension(host: Host, context: Context) -> Iterable[Finding]:
-    names = host.names(str(_EXTENSION))
+    names = host.names(str(EXTENSION))
     if not names:
-        raise Skip(f"{_EXTENSION} is not laid out: megatron-efa fork sync")
+        raise Skip(f"{EXTENSION} is not laid out: megatron-efa fork sync")
     built = [name for name in names if name.startswith("helpers_cpp") and name.endswith(".so")]
     if built:
         yield ok(built[0])
     else:
         yield fail(
             "helpers_cpp is not compiled",
-            str(_EXTENSION),
+            str(EXTENSION),
             why="rank 0 builds it when data is first read, and other nodes end with "
             "ModuleNotFoundError",
-            do=f"make -C {_EXTENSION} in the image",
+            do=f"make -C {EXTENSION} in the image",
         )
