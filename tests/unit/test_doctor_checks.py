@@ -299,9 +299,9 @@ def nccl_below_the_floor(host):
     host.put("/usr/lib64/libnccl.so.2", b"NCCL version 2.27.7+cuda13.0")
 
 
-@spoilt("instance-mix", f"3 {KIND} and 1 p5en.48xlarge", "ip-10-0-0-4")
+@spoilt("instance-mix", f"3 {KIND} and 1 p6-b300.48xlarge", "ip-10-0-0-4")
 def kinds_mixed(host):
-    nodes = (*NODES[:3], replace(NODES[3], kind="p5en.48xlarge"))
+    nodes = (*NODES[:3], replace(NODES[3], kind="p6-b300.48xlarge"))
     return replace(CONTEXT, cluster=Cluster(nodes))
 
 
