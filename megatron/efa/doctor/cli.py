@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
         logs=args.log,
     )
     outcome = job.examine(Host(), told, args, only)
-    if outcome is None:  # another node prints
-        return 0
+    if outcome.quiet:  # the head prints
+        return outcome.code or 0
     if args.json:
         print(report.as_json(outcome.findings, outcome.title))
     else:

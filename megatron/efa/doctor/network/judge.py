@@ -1,6 +1,6 @@
 """From measurements of pairs to nodes and links by name, each against the fleet's median.
 
-No threshold is absolute: sizes, kinds and numbers of nodes differ, and a good fleet is its own measure.
+No threshold is absolute: sizes, kinds and numbers of nodes differ; a fleet is its own measure.
 """
 
 import statistics
