@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.efa import cli
+from megatron.efa.doctor.cli import checks
 from megatron.efa.emulate import network
 from megatron.efa.emulate.cluster import EmulatedCluster
 from megatron.efa.emulate.forked import run_forked
@@ -20,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
 ]
 NODES = 4
+checks()  # imported once, before ranks are forked
 LINKS = "reachability,link-mtu,link-loss,link-latency,link-bandwidth,efa-traffic"
 
 
@@ -124,16 +126,16 @@ def test_two_nodes_that_do_not_reach_each_other_are_named(cluster, tmp_path):
 def test_an_unreachable_node_is_named_in_time_and_says_itself_what_it_lacks(cluster, tmp_path):
     cluster.set_link(3, up=False)
     try:
-        done = doctor(cluster, tmp_path, "--only", "nodes,shm", "--wait", "5")
+        done = doctor(cluster, tmp_path, "--only", "nodes,shm", "--wait", "8")
     finally:
         cluster.set_link(3, up=True)
     assert [code for code, _ in done] == [3] * NODES
-    assert "3 of 4 nodes up: node3 did not answer within 5 s" in done[0][1]
+    assert "3 of 4 nodes up: node3 did not answer within 8 s" in done[0][1]
     assert "rank 0 did not answer" in done[3][1]
 
 
 def test_a_node_that_never_starts_is_named(cluster, tmp_path):
-    done = doctor(cluster, tmp_path, "--only", "nodes,shm", "--wait", "4", absent=[1])
+    done = doctor(cluster, tmp_path, "--only", "nodes,shm", "--wait", "8", absent=[1])
     assert done[0][0] == 3
-    assert "3 of 4 nodes up: node1 did not answer within 4 s" in done[0][1]
+    assert "3 of 4 nodes up: node1 did not answer within 8 s" in done[0][1]
     assert "on all 3 nodes" not in done[0][1].split("\n")[1]

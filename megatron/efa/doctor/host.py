@@ -118,6 +118,13 @@ class Host:
         return self._ec2
 
     @cached_property
+    def name(self) -> str:
+        """What others call this host (as `cluster.current.names_of_host`)."""
+        told = (self.environ.get(name) for name in ("MEGATRON_EFA_HOST", "SLURMD_NODENAME"))
+        kernel = self.text("/proc/sys/kernel/hostname") or ""
+        return next((name for name in told if name), kernel or "this host")
+
+    @cached_property
     def on_ec2(self) -> bool:
         """Whether the firmware says that this is an EC2 instance."""
         return (self.text("/sys/devices/virtual/dmi/id/sys_vendor") or "") == "Amazon EC2"

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.efa.cluster.current import names_of_host
 from megatron.efa.cluster.discover.assemble import some
 from megatron.efa.cluster.discover.slurm import expand
 from megatron.efa.doctor import gather, registry, report
@@ -76,7 +75,7 @@ def examine(host: Host, context: Context, args: argparse.Namespace, only: Sequen
         return Outcome(found, f"megatron-efa doctor: {kind}, one node")
     here = replace(here, port=args.port or here.port)
     context = replace(context, nodes=context.nodes or here.nodes)
-    name = names_of_host()[0]
+    name = host.name
     resort = _last_resort(args.limit, f"{name}, rank {here.rank}")
     try:
         with Meeting(here, name, args.wait) as meeting:

@@ -146,7 +146,7 @@ def latency(times: Mapping[Pair, float], names: Names) -> list[Finding]:
     """Round trips in milliseconds."""
     if not times:
         raise Skip("no round trip was measured")
-    usual = statistics.median(times.values())
+    usual = _usual(times, min)
     late = [pair for pair, ms in times.items() if ms > LATE * usual and ms > usual + LATE_MS]
     found = []
     for who in names.accused(late, times):
@@ -171,7 +171,7 @@ def bandwidth(
     good = [rate for rate in rates.values() if rate]
     if not good:
         raise Skip("no pair could be measured")
-    usual = statistics.median(good)
+    usual = _usual({pair: rate for pair, rate in rates.items() if rate}, max)
     found = []
     slow = [pair for pair, rate in rates.items() if (rate or 0) < SLOW * usual]
     rails = {node: {end for pair in rates for end in pair if end[0] == node} for node, _ in
@@ -280,6 +280,18 @@ def traffic(counted: Mapping[str, Mapping[str, int]], sent: bool) -> list[Findin
     has = any(name in counts for counts in counted.values() for name in BYTES)
     return [ok("EFA's counters rose, no retransmit timeouts" if has and sent else
                "no TCP segment was sent again in numbers")]  # fmt: skip
+
+
+def _usual(values: Mapping[Pair, float], best: Callable[[list[float]], float]) -> float:
+    """The median over ends of each one's best pair: right while most ends are well.
+
+    (The median over pairs is not: one slow node of four spoils half of the pairs.)
+    """
+    of: dict[Hashable, list[float]] = {}
+    for pair, value in values.items():
+        for end in pair:
+            of.setdefault(end, []).append(value)
+    return statistics.median(best(all_) for all_ in of.values())
 
 
 def _rate(rate: float) -> str:

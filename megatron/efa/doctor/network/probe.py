@@ -5,7 +5,6 @@ Answers are short, so that a result is about one direction.
 """
 
 import contextlib
-import errno
 import socket
 import statistics
 import struct
@@ -51,6 +50,7 @@ class Echo:
     """Answers peers on a TCP and a UDP port of its own until closed; a context manager."""
 
     def __init__(self, address: str) -> None:
+        self._closed = False
         self._tcp = socket.create_server((address, 0), backlog=64)
         self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._udp.bind((address, 0))
@@ -62,6 +62,7 @@ class Echo:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed = True
         for own in (self._tcp, self._udp):
             with contextlib.suppress(OSError):
                 own.shutdown(socket.SHUT_RDWR)
@@ -76,11 +77,11 @@ class Echo:
         while True:
             try:
                 data, peer = self._udp.recvfrom(65536)
-                self._udp.sendto(data[:8], peer)
-            except OSError as error:
-                if error.errno in (errno.EBADF, errno.ENOTCONN):
+                if peer is None:  # shut down
                     return
-                if self._udp.fileno() < 0:
+                self._udp.sendto(data[:8], peer)
+            except OSError:
+                if self._closed:
                     return
 
 
