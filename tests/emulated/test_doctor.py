@@ -8,9 +8,11 @@ import uuid
 
 import pytest
 import torch
+from pyroute2 import IPRoute
 
 from megatron.efa import cli
 from megatron.efa.doctor.cli import checks
+from megatron.efa.doctor.network import probe, run
 from megatron.efa.emulate import network
 from megatron.efa.emulate.cluster import EmulatedCluster
 from megatron.efa.emulate.forked import run_forked
@@ -32,13 +34,15 @@ def cluster():
         yield nodes
 
 
-def doctor(cluster, logs, *options, absent=()):
+def doctor(cluster, logs, *options, absent=(), before=None):
     """[(exit code, output)] by node of `megatron-efa doctor` on all nodes but the absent."""
 
     def work():
         torch.set_num_threads(1)
         if int(os.environ["RANK"]) in absent:
             return None
+        if before:
+            before(int(os.environ["RANK"]))
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             code = cli.main(["doctor", "--limit", "100", *options])
@@ -139,3 +143,31 @@ def test_a_node_that_never_starts_is_named(cluster, tmp_path):
     assert done[0][0] == 3
     assert "3 of 4 nodes up: node1 did not answer within 8 s" in done[0][1]
     assert "on all 3 nodes" not in done[0][1].split("\n")[1]
+
+
+def test_a_node_whose_cable_is_pulled_in_the_middle_is_named_and_holds_up_nobody(cluster, tmp_path):
+    def pull(*_):
+        with IPRoute() as netlink:
+            netlink.link("set", index=netlink.link_lookup(ifname=network.LINK)[0], state="down")
+        return probe.Seen(False, "the cable is pulled")
+
+    def before(rank):
+        run._LOOK_S = 3.0
+        if rank == 3:
+            run.look = pull
+
+    try:
+        done = doctor(cluster, tmp_path, "--json", "--only", f"nodes,{LINKS}", "--wait", "20",
+                      "--megabytes", "2", before=before)  # fmt: skip
+    finally:
+        cluster.set_link(3, up=True)
+        network.in_namespace(
+            cluster.nodes[3].pid,
+            lambda n: n.link("set", index=n.link_lookup(ifname=network.LINK)[0], state="up"),
+        )
+    assert [code for code, _ in done] == [3] * NODES
+    found = findings(done[0][1], "fail")
+    assert found["nodes"] == "3 of 4 nodes up: node3 fell silent"
+    assert found["reachability"] == "node3 cannot be reached"
+    assert "3 pairs" in findings(done[0][1], "ok")["link-bandwidth"]
+    assert "without rank 3" in done[3][1]

@@ -74,6 +74,11 @@ def a_device_not_passed_in(host):
     host.at("/dev/infiniband/uverbs3").unlink()
 
 
+@spoilt("efa-verbs", "uverbs3 may not be opened")
+def a_device_closed_to_the_user(host):
+    host.writable = lambda path: path != "/dev/infiniband/uverbs3"
+
+
 @spoilt("efa-ports", "rdmap5s0")
 def port_down(host):
     host.put("/sys/class/infiniband/rdmap5s0/ports/1/state", "1: DOWN")
@@ -375,6 +380,11 @@ def checkpoints_on_a_local_disk(host):
 @spoilt("checkpoint-space", "1 GiB free", "26,077")
 def no_room_for_checkpoints(host):
     host.answers["df -B1 --output=size,avail /fsx/run"] = f"Size Avail\n{2**40} {2**30}\n"
+
+
+@spoilt("checkpoint-space", "/fsx/run may not be written")
+def checkpoints_may_not_be_written(host):
+    host.writable = lambda path: path != "/fsx/run"
 
 
 @spoilt("checkpoint-space", "OST0001", "1 GiB free", "13,039")

@@ -1,11 +1,15 @@
 """`megatron-efa doctor`: check a login node, a node, or all nodes of a job before it starts."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from megatron.efa.cluster.discover import FORMS
-from megatron.efa.doctor import context, job, report
+from megatron.efa.cluster.current import VARIABLE
+from megatron.efa.cluster.discover import FORMS, discover
+from megatron.efa.cluster.model import Cluster
+from megatron.efa.config.nearest import hint
+from megatron.efa.doctor import context, gather, job, report
 from megatron.efa.doctor.host import Host
 from megatron.efa.doctor.registry import checks
 from megatron.efa.errors import EfaError
@@ -63,21 +67,18 @@ def run(args: argparse.Namespace) -> int:
     return report.exit_code(outcome.findings)
 
 
-def _cluster(args: argparse.Namespace) -> object:
+def _cluster(args: argparse.Namespace) -> Cluster | None:
     """The description, where one is named; nothing is discovered unasked."""
-    import os
-
-    from megatron.efa.cluster.current import VARIABLE
-    from megatron.efa.cluster.discover import discover
-
     if args.origin:
+        here = gather.place(os.environ)
+        asked = Path(args.origin).suffix not in (".yaml", ".yml")
+        if asked and here is not None and here.rank:
+            return None  # an API is asked once, by the head
         return discover(args.origin, args.kind)
     return discover(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 
 
 def _check_names(given: list[str], known: list[str]) -> None:
-    from megatron.efa.config.nearest import hint
-
     for name in given:
         if name not in known:
             raise EfaError(f"--only {name}: there is no such check{hint(name, known)}; see --list")

@@ -71,7 +71,7 @@ def examine(host: Host, context: Context, args: argparse.Namespace, only: Sequen
     here = gather.place(host.environ)
     kind = host.kind or context.kind or "this machine"
     if here is None or here.world == 1:
-        found = [f for f in registry.examine(host, context, only=only)]
+        found = list(registry.examine(host, context, only=only))
         return Outcome(found, f"megatron-efa doctor: {kind}, one node")
     here = replace(here, port=args.port or here.port)
     context = replace(context, nodes=context.nodes or here.nodes)
@@ -81,7 +81,7 @@ def examine(host: Host, context: Context, args: argparse.Namespace, only: Sequen
         with Meeting(here, name, args.wait) as meeting:
             return _together(meeting, host, context, args, only, kind)
     except HeadLost as error:
-        found = [f for f in registry.examine(host, context, only=only)] if here.local == 0 else []
+        found = list(registry.examine(host, context, only=only)) if here.local == 0 else []
         lost = fail(str(error), why="without it the job cannot start", do="see rank 0's node first")
         found = [replace(lost, check="nodes", node=name), *found]
         return Outcome(found, f"megatron-efa doctor: {kind}, {name} alone")

@@ -4,8 +4,10 @@ Each pair has a process group of its own (gloo on CPUs, NCCL on GPUs), so that o
 nothing else with it. Whoever receives measures; the two directions run one after the other.
 """
 
+import contextlib
 import statistics
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +36,8 @@ def open_store(address: str, port: int, head: bool) -> Any:
     )
 
 
-def group(store: Any, name: str, me: int, address: str, seconds: float) -> Any:
+@contextlib.contextmanager
+def group(store: Any, name: str, me: int, address: str, seconds: float) -> Iterator[Any]:
     """A process group of two, this one being `me` (0 or 1). Raises RuntimeError in time."""
     import torch.distributed as dist
 
@@ -42,12 +45,17 @@ def group(store: Any, name: str, me: int, address: str, seconds: float) -> Any:
     if backend() == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=seconds)
-        return dist.ProcessGroupNCCL(own, me, 2, options)
+        pair = dist.ProcessGroupNCCL(own, me, 2, options)
+        try:
+            yield pair
+        finally:
+            pair.abort()  # waits for nobody
+        return
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=seconds)
     options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(own, me, 2, options)
+    yield dist.ProcessGroupGloo(own, me, 2, options)
 
 
 def measure(pair: Any, me: int, size: int, device: Any, seconds: float) -> dict[str, float]:

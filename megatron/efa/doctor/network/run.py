@@ -198,12 +198,15 @@ class Network:
         return both
 
     def _pair(self, store: Any, round_: str, peer: int, device: Any, size: int) -> float | None:
+        """Bytes/s that this rank receives from its partner on node `peer`; None if not in time."""
+        if store is None:
+            return None
         low, high = sorted((self.node, peer))
         me, seconds = int(self.node == high), self.effort.seconds
         name = f"round {round_} nodes {low} {high} rail {self.meeting.here.local}"
         try:
-            pair = burst.group(store, name, me, self.address, seconds)
-            return burst.measure(pair, me, size, device, seconds)["rate"]
+            with burst.group(store, name, me, self.address, seconds) as pair:
+                return burst.measure(pair, me, size, device, seconds)["rate"]
         except RuntimeError:  # torch's timeouts and broken connections
             return None
 
@@ -218,9 +221,10 @@ def _found(check: str, look: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def _nccl_log() -> str:
-    """Let NCCL write what it selects to a file of this process; its name."""
+    """Let NCCL write what it selects to a file of this process, and end waits in time; its name."""
     path = f"{tempfile.mkdtemp(prefix='megatron-efa-doctor-')}/nccl.log"
     for name, value in (("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "INIT,NET")):
         os.environ[name] = value
     os.environ["NCCL_DEBUG_FILE"] = path
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a wait raises after its time; nothing aborts us
     return path
