@@ -276,6 +276,18 @@ def sync_memops(host):
     host.put("/opt/amazon/efa_installed_packages", "# EFA installer version: 1.28.0\n")
 
 
+@spoilt("versions", "EFA installer 1.43.0 with NVIDIA driver 580", "1.43.3", level="warn")
+def peer_memory_of_an_older_installer(host):
+    host.put("/opt/amazon/efa_installed_packages", "# EFA installer version: 1.43.0\n")
+
+
+@spoilt("versions", "NCCL 2.28.7", "nvidia-resiliency-ext", level="warn")
+def nccl_that_cannot_restart_in_process(host):
+    host.at("/usr/lib64/libnccl.so.2").unlink()
+    host.put("/usr/lib64/libnccl.so.2", b"NCCL version 2.28.7+cuda13.0")
+    return setting(inprocess_restart=True)
+
+
 @spoilt("versions", "plugin 1.17.0", "leaks", level="warn")
 def leaking_plugin(host):
     host.put(PLUGIN, b"NET/OFI aws-ofi-nccl 1.17.0")

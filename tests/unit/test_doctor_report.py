@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doctor_host import CONTEXT, PLUGIN, healthy
+from doctor_host import CONTEXT, PLUGIN, bare, healthy
 
 from megatron.efa import cli
 from megatron.efa.doctor import context, job, registry, report
@@ -94,12 +94,24 @@ def test_a_run_that_fell_back_to_tcp(host):
     assert first(text).startswith("FAIL  plugin-selected: NCCL uses sockets (NET/Socket)")
 
 
-def several(tmp_path, ranks, world, *given, spoil=None, locals_=1, apart=()):
+def test_a_login_node_is_not_blamed_for_having_no_devices(tmp_path):
+    login = bare(tmp_path, Denied())
+    outcome = job.examine(login, replace(P5, logs=()), options("--login"), ())
+    asked = {finding.check for finding in outcome.findings}
+    assert "security-group" in asked
+    assert "expandable-segments" in asked
+    assert not asked & {"efa-devices", "memlock", "gpus", "plugin-found"}
+    assert report.exit_code(outcome.findings) == 0
+    assert report.exit_code(job.examine(login, P5, options(), ()).findings) == 3
+
+
+def several(tmp_path, ranks, world, *given, spoil=None, locals_=1, apart=(), nodes=None):
     """Outcomes by rank of the doctor in threads, each on a host of its own.
 
     A fake root is a file system: what hosts share is a link to one folder, but for those `apart`.
     """
     port, done, hosts = free_port(), {}, {}
+    told = replace(CONTEXT, nodes=nodes)
     (tmp_path / "shared").mkdir()
     for rank in ranks:
         host = hosts[rank] = healthy(tmp_path / str(rank), Denied())
@@ -116,7 +128,7 @@ def several(tmp_path, ranks, world, *given, spoil=None, locals_=1, apart=()):
             spoil(rank, host)
 
     def node(rank):
-        done[rank] = job.examine(hosts[rank], CONTEXT, options("--port", str(port), *given), ())
+        done[rank] = job.examine(hosts[rank], told, options("--port", str(port), *given), ())
 
     threads = [threading.Thread(target=node, args=[rank]) for rank in ranks]
     for thread in threads:
@@ -150,12 +162,21 @@ def test_a_node_that_differs_is_named_and_equal_findings_are_one(tmp_path):
     assert "on all 3 nodes" in text
 
 
-def test_a_folder_that_is_not_shared_is_found_by_writing_and_nothing_is_left_there(tmp_path):
+def test_a_folder_that_is_not_shared_is_found_by_writing_and_nothing_is_left_there(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(job, "PATIENCE_S", 0.5)
     head = several(tmp_path, range(3), 3, "--wait", "20", "--no-network", apart=[1])[0]
     (finding,) = [f for f in head.findings if f.check == "shared-write"]
     assert finding.level == "fail"
     assert "do not see what others wrote" in finding.what
     assert not list((tmp_path / "shared").iterdir())
+
+
+def test_another_number_of_nodes_than_the_job_is_for_is_told(tmp_path):
+    head = several(tmp_path, range(2), 2, "--wait", "20", "--no-network", nodes=4)[0]
+    (finding,) = [f for f in head.findings if f.check == "nodes"]
+    assert finding.what == "2 nodes were started, the job is for 4"
 
 
 def test_two_processes_a_node_check_the_node_once(tmp_path):
@@ -206,7 +227,7 @@ def test_nothing_seen_is_not_called_well():
 
 @pytest.mark.parametrize("run", [lambda *_: [], lambda *_: 1 / 0])
 def test_a_check_that_is_silent_or_broken_is_a_warning_that_names_it(run, host):
-    (finding,) = findings(Check("mine", "title", (), False, run), host, CONTEXT)
+    (finding,) = findings(Check("mine", "title", (), run), host, CONTEXT)
     assert finding.level == "warn"
     assert "mine" in finding.do
 
@@ -236,9 +257,12 @@ def test_the_config_tells_where_checkpoints_go_and_how_large_they_are():
         str(ROOT / "examples/trillion/efa-1t-p5en.yaml"), ["train.no_save_optim=true"]
     )
     assert small.checkpoint_bytes == pytest.approx(told.checkpoint_bytes / 7)
+    fewer = context.read(str(ROOT / "examples/trillion/efa-1t-p5en.yaml"), ["model.num_experts=64"])
+    assert fewer.checkpoint_bytes < 0.7 * told.checkpoint_bytes
 
 
 def test_a_kind_that_does_not_exist_is_refused_at_once():
+    assert context.read(None, kind="ml.p5.48xlarge").kind == "p5.48xlarge"
     with pytest.raises(EfaError, match=r"p5.48xlarge"):
         context.read(None, kind="p5.48xlrge")
 

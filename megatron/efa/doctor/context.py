@@ -49,7 +49,8 @@ def read(
         from megatron.efa.config.compose import compose
 
         settings = {setting.key: setting.value for setting in compose(config, overrides)}
-        size = checkpoint_bytes(Path(config), settings) if config else None
+        size = checkpoint_bytes(Path(config), settings, overrides) if config else None
+    kind = kind.removeprefix("ml.")  # SageMaker's spelling
     if kind:
         machine(kind)  # a kind that does not exist is a slip of the pen, said at once
     if cluster is not None:
@@ -59,7 +60,9 @@ def read(
     return Context(kind, nodes, cluster, settings, size, tuple(logs))
 
 
-def checkpoint_bytes(config: Path, settings: Mapping[str, Any]) -> float | None:
+def checkpoint_bytes(
+    config: Path, settings: Mapping[str, Any], overrides: Sequence[str] = ()
+) -> float | None:
     """Bytes of one checkpoint of the model that `config` describes; None where it has no model.
 
     Weights, and unless `no_save_optim` the optimizer's master weights and moments: what the
@@ -69,7 +72,7 @@ def checkpoint_bytes(config: Path, settings: Mapping[str, Any]) -> float | None:
     from megatron.efa.planner.memory import States
 
     try:
-        shape = shape_of(config)
+        shape = shape_of(config, overrides)
     except EfaError:
         return None
     kept = States()

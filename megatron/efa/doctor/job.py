@@ -33,6 +33,8 @@ CHECKS = {
     "shared-write": "what one node writes where the job writes, all read",
     **network.CHECKS,
 }
+PATIENCE_S = 5.0
+"""For what another node wrote to be seen: NFS keeps a folder's old listing for some seconds."""
 _NODE_S = 240.0
 """That all checks of one node may take: a few programs of 30 s at most each."""
 
@@ -51,6 +53,9 @@ class Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of several nodes."""
+    parser.add_argument(
+        "--login", action="store_true", help="this is a login node: look at job and cluster alone"
+    )
     several = parser.add_argument_group(
         "several nodes", "started by torchrun, srun or Kubeflow, one process a node or one a GPU"
     )
@@ -71,8 +76,9 @@ def examine(host: Host, context: Context, args: argparse.Namespace, only: Sequen
     here = gather.place(host.environ)
     kind = host.kind or context.kind or "this machine"
     if here is None or here.world == 1:
-        found = list(registry.examine(host, context, only=only))
-        return Outcome(found, f"megatron-efa doctor: {kind}, one node")
+        found = list(registry.examine(host, context, login=args.login, only=only))
+        where = f"the cluster for {kind}, from a login node" if args.login else f"{kind}, one node"
+        return Outcome(found, f"megatron-efa doctor: {where}")
     here = replace(here, port=args.port or here.port)
     context = replace(context, nodes=context.nodes or here.nodes)
     name = host.name
@@ -132,6 +138,13 @@ def _attendance(
     """Who did not come, or went."""
     here, missing = meeting.here, meeting.missing
     up = len(meeting.nodes())
+    if context.nodes != here.nodes:
+        text = f"{here.nodes} nodes were started, the job is for {context.nodes}"
+        why, do = (
+            "the layout does not fit",
+            "start as many as the config is planned for, or plan again",
+        )
+        return [replace(fail(text, "--nodes", why=why, do=do), check="nodes")]
     if not missing:
         return [replace(ok(f"{up} nodes, {here.world} ranks"), check="nodes")]
     names = {
@@ -242,9 +255,9 @@ def _write(marks: Mapping[str, Path], nonce: str, rank: int, written: list[Path]
 
 
 def _read(marks: Mapping[str, Path], nonce: str, ranks: Sequence[int]) -> dict[str, list[int]]:
-    """Ranks whose file is not seen, by folder; NFS may show it seconds later."""
+    """Ranks whose file is not seen, by folder."""
     lost = {}
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE_S
     for key, folder in marks.items():
         left = list(ranks)
         while True:

@@ -69,27 +69,35 @@ type Run = Callable[["Host", "Context"], Iterable[Finding]]
 
 @dataclass(frozen=True)
 class Check:
-    """`covers`: ids of the failures in docs/doctor.md that it sees. `once`: not on each node."""
+    """`covers`: ids of the failures in docs/doctor.md that it sees."""
 
     id: str
     title: str
     covers: tuple[str, ...]
-    once: bool
     run: Run
+    once: bool = False
+    """It asks about the cluster: one node is enough, and a login node will do."""
+    login: bool = False
+    """It asks about the job, so that it makes sense on a login node too."""
 
 
 _checks: dict[str, Check] = {}
 
 
 def check(
-    id: str, title: str, covers: Iterable[str] = (), *, once: bool = False
+    id: str,
+    title: str,
+    covers: Iterable[str] = (),
+    *,
+    once: bool = False,
+    login: bool = False,
 ) -> Callable[[Run], Run]:
-    """Register a check. `once`: of the cluster, not of the node, so that one node asks."""
+    """Register a check; see `Check` for what its words mean."""
 
     def register(run: Run) -> Run:
         if id in _checks:
             raise ValueError(f"two checks are called {id}")
-        _checks[id] = Check(id, title, tuple(covers), once, run)
+        _checks[id] = Check(id, title, tuple(covers), run, once, once or login)
         return run
 
     return register
@@ -125,12 +133,22 @@ def findings(one: Check, host: "Host", context: "Context") -> list[Finding]:
 
 
 def examine(
-    host: "Host", context: "Context", *, once: bool = True, only: Iterable[str] = ()
+    host: "Host",
+    context: "Context",
+    *,
+    once: bool = True,
+    login: bool = False,
+    only: Iterable[str] = (),
 ) -> Iterator[Finding]:
-    """Run all checks (or those with ids `only`) on `host`; `once`: those of the cluster as well."""
+    """Run all checks (or those with ids `only`) on `host`.
+
+    `once`: those of the cluster as well; `login`: the host is a login node, whose own devices and
+    limits say nothing about the nodes.
+    """
     wanted = set(only)
     for one in checks():
-        if (once or not one.once) and (not wanted or one.id in wanted):
+        fits = (once or not one.once) and (one.login or not login)
+        if fits and (not wanted or one.id in wanted):
             yield from findings(one, host, context)
 
 

@@ -161,7 +161,7 @@ def peers(host: Host, context: Context) -> list[str]:
     return list(dict.fromkeys([*names, *([master] if master else [])]))
 
 
-@check("dns", "names of the job's nodes resolve")
+@check("dns", "names of the job's nodes resolve", login=True)
 def dns(host: Host, context: Context) -> Iterable[Finding]:
     names = peers(host, context)
     if not names:

@@ -10,7 +10,7 @@ from megatron.efa.doctor.registry import Finding, Skip, check, fail, ok, warn
 from megatron.efa.fabric.versions import holds
 
 
-@check("expandable-segments", "the allocator's expandable segments have no opponent")
+@check("expandable-segments", "the allocator's expandable segments have no opponent", login=True)
 def expandable_segments(host: Host, context: Context) -> Iterable[Finding]:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     name = next((n for n in names if "expandable_segments:true" in _env(host, n).lower()), "")
@@ -36,7 +36,7 @@ def expandable_segments(host: Host, context: Context) -> Iterable[Finding]:
         yield ok("on, with nothing that registers memory")
 
 
-@check("hang-evidence", "a hang ends, and leaves evidence", ["F10", "F29"])
+@check("hang-evidence", "a hang ends, and leaves evidence", ["F10", "F29"], login=True)
 def hang_evidence(host: Host, context: Context) -> Iterable[Finding]:
     if context.get("distributed_backend", "nccl") == "gloo":
         raise Skip("gloo has no flight recorder")
@@ -68,7 +68,9 @@ def hang_evidence(host: Host, context: Context) -> Iterable[Finding]:
         yield ok(f"flight recorder to {recorder}")
 
 
-@check("expert-backend", "what the config's expert dispatcher needs on EFA", ["F21", "F22"])
+@check(
+    "expert-backend", "what the config's expert dispatcher needs on EFA", ["F21", "F22"], login=True
+)
 def expert_backend(host: Host, context: Context) -> Iterable[Finding]:
     if context.get("moe_token_dispatcher_type") != "flex":
         raise Skip("the config does not use the flex dispatcher")

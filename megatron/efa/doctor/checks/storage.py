@@ -45,7 +45,12 @@ def folders(context: Context) -> dict[str, str]:
     return {k: v if _OBJECT.match(v) else str(Path(v).absolute()) for k, v in found.items()}
 
 
-@check("shared-folders", "folders that nodes share lie on a file system that they share", ["F25"])
+@check(
+    "shared-folders",
+    "folders that nodes share lie on a file system that they share",
+    ["F25"],
+    login=True,
+)
 def shared_folders(host: Host, context: Context) -> Iterable[Finding]:
     if (context.nodes or 1) < 2:
         raise Skip("one node, or --nodes not given")

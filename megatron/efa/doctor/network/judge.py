@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
+from megatron.efa.cluster.discover.assemble import some
 from megatron.efa.doctor.network.counters import BYTES, TROUBLE
 from megatron.efa.doctor.network.probe import BURST
 from megatron.efa.doctor.registry import Finding, Skip, fail, ok, warn
@@ -69,10 +70,11 @@ def reachability(seen: Mapping[Pair, Any], names: Names) -> list[Finding]:
     found = []
     for who in names.accused(lost, seen):
         reasons = Counter(seen[p]["reason"] for p in lost)
+        tried = [f"{names(a)} to {names(b)}" for a, b in sorted(lost)]
         found.append(
             fail(
                 f"{who} cannot be reached",
-                "TCP",
+                some(tried),
                 why=f"ranks there never meet the others ({reasons.most_common(1)[0][0]})",
                 do="see the security group, routes and the node itself; leave it out until it "
                 "is mended",
@@ -190,7 +192,9 @@ def bandwidth(
         text = f"the link {names(a[0])} - {names(b[0])}{rail}"
         accused.append((text, lambda p, own={a, b}: set(p) == own))
     for who, concerns in accused:
-        worst = [rates[pair] or 0 for pair in slow if concerns(pair)]
+        own = {pair: rates[pair] or 0 for pair in slow if concerns(pair)}
+        worst = list(own.values())
+        (a, _), (b, _) = min(own, key=own.get)
         share = statistics.median(worst) / usual
         what = f"{who}: {_rate(statistics.median(worst))}, the median is {_rate(usual)}"
         if not any(worst):
@@ -199,7 +203,7 @@ def bandwidth(
         found.append(
             say(
                 f"{what} ({share:.0%})" if any(worst) else what,
-                "bandwidth",
+                f"worst {names(a)} - {names(b)}",
                 why="every collective waits for its slowest link",
                 do="leave the node out (sbatch --exclude, cordon) and have it replaced"
                 if "link" not in who
