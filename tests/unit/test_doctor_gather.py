@@ -77,6 +77,11 @@ def test_everybody_gets_what_everybody_gave_however_large():
         assert small == {r: r for r in range(4)}
 
 
+def test_only_the_head_gets_what_is_gathered():
+    job = Job(3, lambda rank, meeting: meeting.gather(rank, 30))
+    assert job.results == {0: {0: 0, 1: 1, 2: 2}, 1: {}, 2: {}}
+
+
 def test_all_know_names_and_ranks_of_each_node():
     job = Job(4, lambda rank, meeting: (meeting.names, meeting.nodes()), locals_=2)
     names = {0: "host0", 1: "host0", 2: "host1", 3: "host1"}

@@ -7,7 +7,8 @@ all others learn it. No PyTorch: a meeting works where nothing else does.
 
 import contextlib
 import json
-import select
+import resource
+import selectors
 import socket
 import struct
 import time
@@ -129,10 +130,19 @@ class Meeting:
 
         `seconds` is what the slowest may take. Raises HeadLost.
         """
-        return self._collect(value, seconds) if self.here.rank == 0 else self._send(value, seconds)
+        if self.here.rank:
+            return self._send(value, seconds)
+        return self._collect(value, seconds, share=True)
+
+    def gather(self, value: Any, seconds: float) -> dict[int, Any]:
+        """As `exchange`, but only the head gets the values; the others get none."""
+        if self.here.rank:
+            return self._send(value, seconds)
+        return self._collect(value, seconds, share=False)
 
     def _gather(self, name: str, wait_s: float) -> None:
         end = time.monotonic() + wait_s
+        _raise_limit()
         try:
             listener = socket.create_server(("", self.here.port), backlog=self.here.world)
         except OSError as error:
@@ -144,16 +154,20 @@ class Meeting:
         with listener:
             while len(self._peers) < self.here.world - 1:
                 left = end - time.monotonic()
-                if left <= 0 or not select.select([listener], [], [], left)[0]:
+                if left <= 0:
                     break
-                peer, (address, *_) = listener.accept()
+                listener.settimeout(left)
+                try:
+                    peer, _ = listener.accept()
+                except TimeoutError:
+                    break
                 peer.settimeout(min(_SLACK_S, max(left, 0.1)))
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     said = _receive(peer)
                     rank = int(said["rank"])
                     if said["job"] == self.here.job and 0 < rank < self.here.world:
                         self._peers[rank] = peer
-                        self.names[rank], self.addresses[rank] = said["name"], address
+                        self.names[rank], self.addresses[rank] = said["name"], said["address"]
                         if not (own := peer.getsockname()[0]).startswith("127."):
                             self.addresses[0] = own
                         continue
@@ -176,9 +190,10 @@ class Meeting:
             except OSError as error:
                 reason = error.strerror or str(error)
                 time.sleep(min(_RETRY_S, max(end - time.monotonic(), 0)))
-        said = {"rank": self.here.rank, "name": name, "job": self.here.job}
+        own = self._head.getsockname()[0]
+        said = {"rank": self.here.rank, "name": name, "job": self.here.job, "address": own}
         try:
-            _give(self._head, said)
+            self._head.sendall(_framed(said))
             self._head.settimeout(max(end - time.monotonic(), 0) + _SLACK_S)
             told = _receive(self._head)
         except (OSError, ValueError) as error:
@@ -187,27 +202,28 @@ class Meeting:
         self.addresses = {int(rank): a for rank, a in told["addresses"].items()}
         self.present = told["present"]
 
-    def _collect(self, value: Any, seconds: float) -> dict[int, Any]:
+    def _collect(self, value: Any, seconds: float, share: bool) -> dict[int, Any]:
         end = time.monotonic() + seconds
         values = {0: value}
-        waiting = dict(self._peers)
-        while waiting and (left := end - time.monotonic()) > 0:
-            ready, _, _ = select.select(list(waiting.values()), [], [], left)
-            for rank in [rank for rank, peer in waiting.items() if peer in ready]:
-                peer = waiting.pop(rank)
-                with contextlib.suppress(OSError, ValueError):
-                    peer.settimeout(_SLACK_S)
-                    values[rank] = _receive(peer)
+        with selectors.DefaultSelector() as waiting:
+            for rank, peer in self._peers.items():
+                waiting.register(peer, selectors.EVENT_READ, rank)
+            while waiting.get_map() and (left := end - time.monotonic()) > 0:
+                for key, _ in waiting.select(left):
+                    waiting.unregister(key.fileobj)
+                    with contextlib.suppress(OSError, ValueError):
+                        key.fileobj.settimeout(_SLACK_S)
+                        values[key.data] = _receive(key.fileobj)
         for rank in [rank for rank in self._peers if rank not in values]:
             self._peers.pop(rank).close()
         self.present = sorted(values)
-        self._tell({"values": values, "present": self.present})
+        self._tell({"values": values if share else {}, "present": self.present})
         return dict(sorted(values.items()))
 
     def _send(self, value: Any, seconds: float) -> dict[int, Any]:
         try:
             self._head.settimeout(seconds + _SLACK_S)
-            _give(self._head, value)
+            self._head.sendall(_framed(value))
             told = _receive(self._head)
         except (OSError, ValueError) as error:
             raise HeadLost(
@@ -218,15 +234,23 @@ class Meeting:
 
     def _tell(self, value: Any) -> None:
         """Send to all; whoever does not take it is found absent at the next exchange."""
+        text = _framed(value)
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.settimeout(_SLACK_S)
-                _give(peer, value)
+                peer.sendall(text)
 
 
-def _give(peer: socket.socket, value: Any) -> None:
+def _framed(value: Any) -> bytes:
     text = json.dumps(value).encode()
-    peer.sendall(struct.pack("!I", len(text)) + text)
+    return struct.pack("!I", len(text)) + text
+
+
+def _raise_limit() -> None:
+    """Let the head hold a connection of every rank: 1024 files, the usual limit, are too few."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _receive(peer: socket.socket) -> Any:

@@ -109,7 +109,7 @@ def _together(
     if here.rank in leaders:
         own = list(registry.examine(host, context, once=here.rank == 0, only=only))
     facts = {"kind": host.kind, **versions(host)} if here.rank in leaders else {}
-    told = meeting.exchange([[f.as_dict() for f in own], facts], _NODE_S)
+    told = meeting.gather([[f.as_dict() for f in own], facts], _NODE_S)
     found = [
         replace(registry.from_dict(f), node=meeting.names[rank])
         for rank, (findings, _) in told.items()
@@ -138,15 +138,15 @@ def _attendance(
     """Who did not come, or went."""
     here, missing = meeting.here, meeting.missing
     up = len(meeting.nodes())
+    found = []
     if context.nodes != here.nodes:
         text = f"{here.nodes} nodes were started, the job is for {context.nodes}"
-        why, do = (
-            "the layout does not fit",
-            "start as many as the config is planned for, or plan again",
-        )
-        return [replace(fail(text, "--nodes", why=why, do=do), check="nodes")]
+        do = "start as many as the config is planned for, or plan again"
+        found = [
+            replace(fail(text, "--nodes", why="the layout does not fit", do=do), check="nodes")
+        ]
     if not missing:
-        return [replace(ok(f"{up} nodes, {here.world} ranks"), check="nodes")]
+        return found or [replace(ok(f"{up} nodes, {here.world} ranks"), check="nodes")]
     names = {
         rank: meeting.names.get(rank) or _name_of(rank, here, context, environ) for rank in missing
     }
@@ -158,6 +158,7 @@ def _attendance(
         else f"did not answer within {wait_s:g} s"
     )
     return [
+        *found,
         replace(
             fail(
                 f"{up} of {here.nodes} nodes up: {some(nodes)} {how}",
@@ -167,7 +168,7 @@ def _attendance(
                 f"port {here.port}; leave it out until then",
             ),
             check="nodes",
-        )
+        ),
     ]
 
 
@@ -214,9 +215,9 @@ def _shared(meeting: Meeting, host: Host, context: Context, leaders: set[int]) -
     written: list[Path] = []
     try:
         failed = _write(marks, nonce, meeting.here.rank, written) if leads else {}
-        meeting.exchange(failed, 60)
+        meeting.gather(failed, 60)  # all have written
         lost = _read(marks, nonce, sorted(leaders & set(meeting.present))) if leads else {}
-        saw = meeting.exchange([failed, lost], 90)
+        saw = meeting.gather([failed, lost], 90)
     finally:
         for file in written:
             file.unlink(missing_ok=True)

@@ -155,6 +155,7 @@ def gdrcopy(host: Host, context: Context) -> Iterable[Finding]:
 
 @check("nccl-topology", "NCCL can read the processors' topology", ["F16"])
 def nccl_topology(host: Host, context: Context) -> Iterable[Finding]:
+    wants_efa(host, context)
     if host.environ.get("NCCL_TOPO_FILE"):
         file = host.environ["NCCL_TOPO_FILE"]
         if not host.exists(file):

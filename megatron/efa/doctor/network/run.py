@@ -61,11 +61,15 @@ class Network:
         self.address = meeting.addresses[self.leaders[self.node]]
         self.schedule = rounds(len(self.order), effort.rounds)
         self.seen: dict[tuple[int, int], dict[str, Any]] = {}
+        """Of (from, to); on the head."""
+        self.apart: set[frozenset[int]] = set()
+        """Pairs that do not reach each other."""
 
     def examine(self) -> list[Finding]:
-        """All findings, on the head; none on the others."""
+        """All findings, on the head; parts of them on the others."""
         names = {node: self.meeting.names[rank] for node, rank in self.leaders.items()}
-        found = self._judged(self._look(), judge.Names(names))
+        seen = self._look()
+        found = self._judged(seen, judge.Names(names)) if self.meeting.here.rank == 0 else []
         device, fast = self._burst(names)
         return [*found, *device, *fast]
 
@@ -88,10 +92,13 @@ class Network:
                     address = self.meeting.addresses[self.leaders[peer]]
                     view = look(self.address, address, tuple(ports[peer]))
                     mine = [peer, view.as_dict()]
-                for rank, view in self.meeting.exchange(mine, _LOOK_S).items():
+                for rank, view in self.meeting.gather(mine, _LOOK_S).items():
                     if view:
                         self.seen[(rank // self.meeting.here.locals, view[0])] = view[1]
                 self._note_silent(pairs)
+        bad = [[a, b] for (a, b), view in self.seen.items() if not view["reached"]]
+        told = self.meeting.exchange(bad if self.meeting.here.rank == 0 else None, 30)[0]
+        self.apart = {frozenset(pair) for pair in told}
         return self.seen
 
     def _note_silent(self, pairs: list[tuple[int, int]]) -> None:
@@ -127,14 +134,10 @@ class Network:
         device = torch.device("cuda", index) if nccl else torch.device("cpu")
         if nccl:
             torch.cuda.set_device(device)
-        speeds = self.meeting.exchange(burst.multiply(device), 120)
+        speeds = self.meeting.gather(burst.multiply(device), 120)
         locals_ = self.meeting.here.locals
-        computed = _found(
-            "compute",
-            lambda: judge.compute(
-                {(names[r // locals_], r % locals_): s for r, s in speeds.items()}, device.type
-            ),
-        )
+        by_rank = {(names[r // locals_], r % locals_): s for r, s in speeds.items()}
+        computed = _found("compute", lambda: judge.compute(by_rank, device.type)) if by_rank else []
         return computed, self._pairs(names, device, nccl)
 
     def _pairs(self, names: Mapping[int, str], device: Any, nccl: bool) -> list[Finding]:
@@ -145,7 +148,9 @@ class Network:
         )
         counted = counters.between(before, counters.read(self.host)) if self.leads else None
         text = Path(log).read_text(errors="replace") if log and Path(log).exists() else ""
-        told = self.meeting.exchange([counted, self._selected(text) if nccl else []], 60)
+        told = self.meeting.gather([counted, self._selected(text) if nccl else []], 60)
+        if self.meeting.here.rank:
+            return []
         by_name = {names[r // self.meeting.here.locals]: v[0] for r, v in told.items() if v[0]}
         link = self.context.cluster.far if self.context.cluster else None
         found = [
@@ -183,9 +188,9 @@ class Network:
         for number, pairs in enumerate(self.schedule):
             peer = self._peer(pairs)
             mine = None
-            if peer is not None and self.seen.get((self.node, peer), {}).get("reached"):
+            if peer is not None and frozenset((self.node, peer)) not in self.apart:
                 mine = [peer, rail, self._pair(store, f"{number}", peer, device, size)]
-            for rank, result in self.meeting.exchange(mine, 2 * self.effort.seconds + 10).items():
+            for rank, result in self.meeting.gather(mine, 2 * self.effort.seconds + 10).items():
                 if result:
                     node = rank // self.meeting.here.locals
                     directed[((result[0], result[1]), (node, result[1]))] = result[2]
