@@ -520,6 +520,14 @@ def test_on_a_machine_with_nothing_no_check_passes_unseen(tmp_path):
     assert said == {c.id: off.get(c.id, ["skipped"]) for c in checks()}
 
 
+def test_on_a_machine_that_should_have_efa_and_has_nothing_nothing_of_efa_is_well(tmp_path):
+    host = bare(tmp_path, ec2=Denied())
+    well = {f.check for c in checks() for f in host.finds(c.id) if f.level == "ok"}
+    assert well <= {"ofed", "expandable-segments", "hang-evidence"}
+    failed = {f.check for c in checks() for f in host.finds(c.id) if f.level == "fail"}
+    assert {"efa-devices", "libfabric", "plugin-found"} <= failed
+
+
 class Denied:
     """An EC2 client that may ask nothing."""
 
@@ -617,6 +625,15 @@ def test_an_api_that_may_not_be_asked_is_skipped_with_the_right_to_allow(tmp_pat
     (finding,) = healthy(tmp_path, Denied()).finds("security-group")
     assert finding.level == "skipped"
     assert "ec2:DescribeInstances" in finding.what
+
+
+def test_instances_of_another_account_are_skipped_with_what_ec2_says(cloud, tmp_path):
+    client, stubber = cloud  # HyperPod's are
+    message = "The instance ID 'i-00000000000000001' does not exist"
+    stubber.add_client_error("describe_instances", "InvalidInstanceID.NotFound", message)
+    (finding,) = healthy(tmp_path, client).finds("security-group")
+    assert finding.level == "skipped"
+    assert message in finding.what
 
 
 def kinds(stubber, limit=8):

@@ -81,6 +81,7 @@ class Check:
     """It asks about the job, so that it makes sense on a login node too."""
 
 
+_FIRST = ("devices", "fabric", "gpus", "limits", "plugin", "versions")
 _checks: dict[str, Check] = {}
 
 
@@ -104,10 +105,11 @@ def check(
 
 
 def checks() -> list[Check]:
-    """All checks, in the order of their modules' names."""
+    """All checks: what others rest on first, then by their modules' names."""
     from megatron.efa.doctor import checks as package
 
-    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
+    names = (module.name for module in pkgutil.iter_modules(package.__path__))
+    for module in sorted(names, key=lambda name: (name not in _FIRST, name)):
         importlib.import_module(f"{package.__name__}.{module}")
     return list(_checks.values())
 

@@ -25,8 +25,10 @@ def _ask(host: Host, operation: str, **arguments: Any) -> dict[str, Any]:
     try:
         return getattr(host.ec2, operation)(**arguments)
     except ClientError as error:
-        code = error.response["Error"]["Code"]
-        raise Skip(f"EC2 answers {action} with {code}: allow ec2:{action}") from error
+        code, text = (error.response["Error"].get(key, "") for key in ("Code", "Message"))
+        refused = code.startswith(("Unauthorized", "AccessDenied"))
+        what = f"allow ec2:{action}" if refused else text or "no reason given"
+        raise Skip(f"EC2 answers {action} with {code}: {what}") from error
     except (BotoCoreError, EfaError) as error:
         raise Skip(f"EC2 cannot be asked: {error}") from error
 
@@ -36,7 +38,7 @@ def _instances(host: Host, context: Context) -> list[dict[str, Any]]:
     nodes = context.cluster.nodes if context.cluster else ()
     ids = [node.instance for node in nodes if node.instance] or [host.instance]
     if not all(ids):
-        raise Skip("no instance ids: give --cluster FILE (megatron-efa topology discover)")
+        raise Skip("no instance ids: give --from SOURCE")
     found = []
     for start in range(0, len(ids), BATCH):
         page = _ask(host, "describe_instances", InstanceIds=ids[start : start + BATCH])

@@ -18,7 +18,7 @@ _PLUGIN_IMAGE = re.compile(r"efa-k8s-device-plugin:v?(\d+\.\d+\.\d+)")
 
 def _cluster(context: Context) -> Any:
     if context.cluster is None:
-        raise Skip("no description of the cluster: give --cluster FILE or --from SOURCE")
+        raise Skip("no description of the cluster: give --from SOURCE")
     return context.cluster
 
 
@@ -165,7 +165,7 @@ def peers(host: Host, context: Context) -> list[str]:
 def dns(host: Host, context: Context) -> Iterable[Finding]:
     names = peers(host, context)
     if not names:
-        raise Skip("no names: outside a job, without --cluster")
+        raise Skip("no names: outside a job, without --from")
     lost, local = [], []
     for name in names:
         answer = host.run("getent", "ahosts", name)

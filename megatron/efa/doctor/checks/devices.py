@@ -11,6 +11,11 @@ _VERBS = "/sys/class/infiniband_verbs"
 _DEVICES = "/sys/class/infiniband"
 
 
+def _needs_devices(host: Host) -> None:
+    if not devices(host) and not host.names(_VERBS):
+        raise Skip("there is no device to look at (efa-devices)")
+
+
 @check("machine-kind", "the node is of the kind that the job is for", ["F06"])
 def machine_kind(host: Host, context: Context) -> Iterable[Finding]:
     if not host.kind:
@@ -58,6 +63,7 @@ def efa_devices(host: Host, context: Context) -> Iterable[Finding]:
 @check("efa-verbs", "no RDMA device of another vendor among EFA's", ["F05", "F08", "F09"])
 def efa_verbs(host: Host, context: Context) -> Iterable[Finding]:
     wants_efa(host, context)
+    _needs_devices(host)
     drivers = {name: driver(host, f"{_VERBS}/{name}") for name in host.names(_VERBS)}
     uverbs = {name: found for name, found in drivers.items() if name.startswith("uverbs")}
     seen = {name: d for name, d in uverbs.items() if host.exists(f"/dev/infiniband/{name}")}
@@ -94,6 +100,7 @@ def efa_verbs(host: Host, context: Context) -> Iterable[Finding]:
 @check("efa-ports", "every EFA port is active")
 def efa_ports(host: Host, context: Context) -> Iterable[Finding]:
     wants_efa(host, context)
+    _needs_devices(host)
     down = [
         name
         for name in devices(host)
