@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from megatron.efa.doctor.checks.limits import GIB, space
 from megatron.efa.doctor.context import Context
 from megatron.efa.doctor.host import Host
-from megatron.efa.doctor.registry import Finding, Skip, check, fail, ok, warn
+from megatron.efa.doctor.registry import Finding, Skip, check, fail, info, ok, warn
 
 LOCAL = ("ext4", "ext3", "xfs", "overlay", "tmpfs", "btrfs", "squashfs", "zfs")
 """File systems of one node."""
@@ -69,8 +69,14 @@ def shared_folders(host: Host, context: Context) -> Iterable[Finding]:
                 do="use a folder on FSx for Lustre, EFS or NFS (or build caches beforehand on each "
                 "node)",
             )
+        elif kind in SHARED:
+            fine.append(f"{key} on {kind}")
         else:
-            fine.append(f"{key} on {kind or 'an unknown file system'}")
+            yield info(
+                f"{key}: {path} is on {kind or 'a file system that /proc/mounts does not tell'}",
+                key,
+                "whether nodes share it is not known; shared-write finds out on the nodes of a job",
+            )
     if fine:
         yield ok(", ".join(fine))
 
