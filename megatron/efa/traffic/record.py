@@ -30,6 +30,9 @@ class Transfer:
     start: Mark
     end: Mark | None = None
     """None if nobody could tell: gloo's sends do not say when they end, unless somebody waits."""
+    paired: bool = False
+    """A receive that began with a send of as much, as in our exchanges: in flight, unlike others,
+    for which the sender may not be ready."""
     group: Any = None
     work: Any = None
     """Of NCCL: knows how long the transfer took on its own stream."""
@@ -54,6 +57,7 @@ class Timed:
     end: float | None
     sent: Sent = field(default_factory=Sent)
     far: bool = False
+    paired: bool = False
 
 
 @dataclass
@@ -115,7 +119,7 @@ class Recording:
                 start = max(0.0, min(start, end - took))
                 before[each.group] = end
             end = None if end is None else max(start, end)
-            timed.append(Timed(each.op, each.axis, start, end, each.sent, each.far))
+            timed.append(Timed(each.op, each.axis, start, end, each.sent, each.far, each.paired))
         self.transfers = []
         return timed
 

@@ -29,8 +29,8 @@ def rows_of(step: Step) -> dict[tuple[str, str], Row]:
     rows: dict[tuple[str, str], Row] = {}
     for axis in sorted({each.axis for each in (*step.transfers, *step.waits)}):
         transfers = [each for each in step.transfers if each.axis == axis]
-        near = _row([(t, t.sent.node_bytes, t.sent.node_messages) for t in transfers])
-        far = _row([(t, t.sent.fabric_bytes, t.sent.fabric_messages) for t in transfers])
+        near = _row([(t, t.sent.node_bytes, t.sent.node_messages) for t in transfers], NODE)
+        far = _row([(t, t.sent.fabric_bytes, t.sent.fabric_messages) for t in transfers], FABRIC)
         waits = _union(wait for wait in step.waits if wait.axis == axis)
         far.exposed = length(shared(waits, _union(each for each in transfers if each.far)))
         near.exposed = max(0.0, length(waits) - far.exposed)
@@ -40,14 +40,27 @@ def rows_of(step: Step) -> dict[tuple[str, str], Row]:
     return rows
 
 
-def _row(sent: list[tuple[Timed, float, float]]) -> Row:
+def _row(sent: list[tuple[Timed, float, float]], tier: str) -> Row:
     """Of transfers with their bytes and messages on one tier."""
-    timed = [(each, size) for each, size, _ in sent if size and each.end is not None]
+    known = [(each, size) for each, size, _ in sent if size and each.end is not None]
+    paired = [each for each, _, _ in sent if each.paired and each.far == (tier == FABRIC)]
+    every = sum(size for _, size, _ in sent)
     return Row(
-        sum(size for _, size, _ in sent),
+        every,
         sum(messages for _, _, messages in sent),
-        sum(size for _, size in timed),
-        length(_union(each for each, _ in timed)),
+        every if paired else sum(size for _, size in known),
+        length(_union([*(each for each, _ in known), *paired])),
+    )
+
+
+def in_flight(step: Step, tier: str) -> list[Interval]:
+    """When a transfer of any axis was under way on `tier`; those on both are the fabric's."""
+    far = tier == FABRIC
+    return _union(
+        each
+        for each in step.transfers
+        if (each.paired and each.far == far)
+        or (each.sent.fabric_bytes if far else each.sent.node_bytes and not each.sent.fabric_bytes)
     )
 
 

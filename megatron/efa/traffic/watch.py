@@ -111,6 +111,7 @@ def _call(
     transfer = Transfer(
         name, known.axis, described.sent(known), waits_far(described, known), start, group=group
     )
+    transfer.paired = described.source is not None and bool(_thread.inside)
     into.transfers.append(transfer)
     if _thread.batch is not None:
         _thread.batch.append(transfer)
