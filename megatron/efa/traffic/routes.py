@@ -115,14 +115,16 @@ def members(group: Any) -> Members | None:
         cluster, ranks = current(), dist.get_process_group_ranks(group)
         domains = [cluster.domain_of(rank) for rank in ranks]
         me = dist.get_rank(group)
-        axis = axis_of(group)
+        axis, native = axis_of(group), "nccl" in dist.get_backend(group)
+        if native:  # else its works do not know how long they took
+            group._enable_collectives_timing()
         _known[group] = Members(
             AXES.get(axis, axis),
             ranks,
             me,
             [domain != domains[me] for domain in domains],
             len(set(domains)),
-            "nccl" in dist.get_backend(group),
+            native,
         )
     return _known[group]
 
