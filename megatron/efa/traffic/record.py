@@ -106,18 +106,22 @@ class Recording:
 
     def _timed(self, last: float) -> list[Timed]:
         before: dict[Any, float] = {}  # the end of each communicator's last transfer
+        batches: dict[int, Interval] = {}  # of works, which the transfers of a batch share
         timed = []
         for each in self.transfers:
             start = self._seconds(each.start)
             end = None if each.end is None else self._seconds(each.end)
             took = _on_its_stream(each.work)
-            if took is not None:
+            if id(each.work) in batches:
+                start, end = batches[id(each.work)]
+            elif took is not None:
                 end = last if end is None else end
                 # One after another on a communicator; `end`, where somebody waited, is the latest.
                 start = max(start, before.get(each.group, 0.0))
                 end = min(end, start + took)
                 start = max(0.0, min(start, end - took))
                 before[each.group] = end
+                batches[id(each.work)] = start, end
             end = None if end is None else max(start, end)
             timed.append(Timed(each.op, each.axis, start, end, each.sent, each.far, each.paired))
         self.transfers = []

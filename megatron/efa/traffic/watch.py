@@ -174,11 +174,11 @@ def _watched_batch(real: Callable[..., Any]) -> Callable[..., Any]:
                 yield manager
             return
         _thread.batch = batch = []
-        on_gpu = device is not None and torch.device(device).type == "cuda"
-        start = None
+        on_gpu, start = False, None
         try:
             with real(group, device, async_ops) as manager:
                 yield manager
+                on_gpu = bool(batch) and not isinstance(batch[0].start, float)
                 start = into.now(on_gpu)
         finally:
             _thread.batch = None
