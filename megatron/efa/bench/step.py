@@ -23,7 +23,7 @@ PATHS = {
 }
 """Each path's switch, and the value that turns it on; None: see `_on`."""
 
-ASIDE = {"traffic": ("--efa-traffic-interval", "1")}
+ASIDE = {"groups": ("--efa-groups",), "traffic": ("--efa-traffic-interval", "1")}
 """Arms that change no path: not among `each` and `all`."""
 
 _OFF = ("off", "flat", "none", "upstream", "auto", "false")
