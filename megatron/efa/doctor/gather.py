@@ -186,7 +186,11 @@ class Meeting:
                 )
             try:
                 address = (self.here.head, self.here.port)
-                self._head = socket.create_connection(address, timeout=min(left, _SLACK_S))
+                head = socket.create_connection(address, timeout=min(left, _SLACK_S))
+                if head.getsockname() == head.getpeername():  # Linux joined it to itself
+                    head.close()
+                    raise ConnectionRefusedError("it does not listen yet")
+                self._head = head
             except OSError as error:
                 reason = error.strerror or str(error)
                 time.sleep(min(_RETRY_S, max(end - time.monotonic(), 0)))
