@@ -255,6 +255,13 @@ def nothing_registers_gpu_memory(host):
     host.put("/proc/sys/kernel/osrelease", "5.10.0\n")
 
 
+def test_the_efa_drivers_own_word_on_gpu_memory_counts(tmp_path):
+    host = healthy(tmp_path)
+    host.put("/proc/modules", "efa 100 1 - Live 0x0\n")
+    host.put("/sys/class/infiniband/rdmap0s0/device/p2p", "NVIDIA\n")
+    assert [f.level for f in host.finds("gpudirect")] == ["ok"]
+
+
 @spoilt("gdrcopy", "/dev/gdrdrv", also=("expert-backend",))
 def deepep_without_gdrcopy(host):
     host.at("/dev/gdrdrv").unlink()

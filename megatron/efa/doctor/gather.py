@@ -53,9 +53,9 @@ def place(environ: Mapping[str, str]) -> Place | None:
     """
     try:
         if "RANK" in environ and "WORLD_SIZE" in environ:
-            return _place(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER")
+            return _place(environ, "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER")
         if "PET_NODE_RANK" in environ:
-            return _place(environ, "PET_NODE_RANK", "PET_NNODES", "", "", "PET_MASTER")
+            return _place(environ, "PET_NODE_RANK", "PET_NNODES", "", "PET_MASTER")
         if "SLURM_STEP_ID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
             tasks, nodes = (int(environ[f"SLURM_STEP_NUM_{what}"]) for what in ("TASKS", "NODES"))
             hosts = expand(environ.get("SLURM_STEP_NODELIST", environ["SLURM_JOB_NODELIST"]))
@@ -71,13 +71,14 @@ def place(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
-def _place(environ: Mapping[str, str], rank: str, world: str, local: str, locals_: str,
+def _place(environ: Mapping[str, str], rank: str, world: str, locals_: str,
            master: str) -> Place:  # fmt: skip
+    number, each = int(environ[rank]), int(environ.get(locals_, "1"))
     return Place(
-        int(environ[rank]),
+        number,
         int(environ[world]),
-        int(environ.get(local, "0")),
-        int(environ.get(locals_, "1")),
+        number % each,
+        each,
         environ.get(f"{master}_ADDR", "127.0.0.1"),
         int(environ.get(f"{master}_PORT", "29500")) + 1,
         environ.get("TORCHELASTIC_RUN_ID", ""),

@@ -110,11 +110,12 @@ def gpudirect(host: Host, context: Context) -> Iterable[Finding]:
         return
     modules = host.text("/proc/modules") or ""
     peer = re.search(r"^(efa_nv_peermem|nvidia_peermem|nv_peer_mem) ", modules, re.MULTILINE)
-    gdr = host.text("/sys/class/infiniband/" + _first(host) + "/device/gdr")
+    # What the driver itself says: p2p (its provider), in older releases gdr (1 or 0).
+    said = [host.text(f"/sys/class/infiniband/{_first(host)}/device/{a}") for a in ("p2p", "gdr")]
     # GPU memory is registered through the peer memory interface, or as a dmabuf (kernel 5.12).
     kernel = tuple(map(int, re.findall(r"\d+", host.text("/proc/sys/kernel/osrelease") or "")[:2]))
-    if peer or (gdr or "").upper() == "NVIDIA":
-        yield ok(peer[1] if peer else f"gdr: {gdr}")
+    if peer or "NVIDIA" in said or "1" in said:
+        yield ok(peer[1] if peer else "the EFA driver has found NVIDIA's")
     elif kernel >= (5, 12) and numbers(software.efa_driver(host)) >= (1, 16):
         yield info(
             "no peer memory module: only dmabuf can register GPU memory",

@@ -130,9 +130,10 @@ class Network:
         import torch
 
         nccl = kinds == {"nccl"}
-        index = self.meeting.here.local if nccl else None
-        device = torch.device("cuda", index) if nccl else torch.device("cpu")
-        if nccl:
+        device = torch.device("cpu")
+        if nccl:  # LOCAL_RANK is not always this rank's number on its node: ranks may share a GPU
+            local = int(self.host.environ.get("LOCAL_RANK", self.meeting.here.local))
+            device = torch.device("cuda", local % torch.cuda.device_count())
             torch.cuda.set_device(device)
         speeds = self.meeting.gather(burst.multiply(device), 120)
         locals_ = self.meeting.here.locals
