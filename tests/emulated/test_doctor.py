@@ -152,7 +152,7 @@ def test_a_node_whose_cable_is_pulled_in_the_middle_is_named_and_holds_up_nobody
         return probe.Seen(False, "the cable is pulled")
 
     def before(rank):
-        run._LOOK_S = 3.0
+        run._LOOK_S, probe._CONNECT_S = 8.0, 1.0
         if rank == 3:
             run.look = pull
 
