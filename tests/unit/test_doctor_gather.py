@@ -2,9 +2,11 @@
 
 import socket
 import threading
+import time
 
 import pytest
 
+from megatron.efa.doctor import gather
 from megatron.efa.doctor.gather import HeadLost, Meeting, Place, place
 from megatron.efa.emulate.job import free_port
 from megatron.efa.errors import EfaError
@@ -120,6 +122,20 @@ def test_who_is_too_slow_is_left_behind_and_told_so():
     assert job.results[0] == {0: 0}
     assert isinstance(job.errors[1], HeadLost)
     assert "without rank 1" in str(job.errors[1])
+
+
+def test_members_wait_for_a_head_that_is_late_itself(monkeypatch):
+    monkeypatch.setattr(gather, "_SLACK_S", 1.0)
+
+    def run(rank, meeting):
+        if rank == 0:
+            time.sleep(2.0)  # the whole time that it has; then it waits for rank 2 as long again
+        if rank == 2:
+            time.sleep(4.5)
+        return meeting.exchange(rank, 2.0)
+
+    job = Job(3, run)
+    assert job.results[1] == {0: 0, 1: 1}
 
 
 def test_a_process_of_another_job_does_not_get_in():

@@ -21,7 +21,7 @@ from megatron.efa.errors import EfaError
 
 _RETRY_S = 0.2
 _SLACK_S = 5.0
-"""How much longer a member waits for the head's answer than the head waits for members."""
+"""For what takes no time: to send or receive a message that is there."""
 _LONGEST = 1 << 26
 
 
@@ -129,7 +129,7 @@ class Meeting:
     def exchange(self, value: Any, seconds: float) -> dict[int, Any]:
         """What each rank that is present gave, by rank; JSON's kinds of values.
 
-        `seconds` is what the slowest may take. Raises HeadLost.
+        `seconds` is what the slowest, the head too, may take since the last one. Raises HeadLost.
         """
         if self.here.rank:
             return self._send(value, seconds)
@@ -227,7 +227,8 @@ class Meeting:
 
     def _send(self, value: Any, seconds: float) -> dict[int, Any]:
         try:
-            self._head.settimeout(seconds + _SLACK_S)
+            # The head may be late by as much as anybody, and then waits for others as long again.
+            self._head.settimeout(2 * seconds + _SLACK_S)
             self._head.sendall(_framed(value))
             told = _receive(self._head)
         except (OSError, ValueError) as error:

@@ -22,7 +22,7 @@ _SIZES = (9001, 8500, 1500, 1400)
 _HEADERS = 28  # IPv4 and UDP
 _CONNECT_S = 3.0
 _ANSWER_S = 0.3
-_TRIES = 2
+_TRIES = 3
 _IP_MTU, _IP_MTU_DISCOVER, _PROBE = 14, 10, 3  # linux/in.h; Python does not name them all
 
 
@@ -95,9 +95,11 @@ def look(own: str, peer: str, ports: tuple[int, int]) -> Seen:
         wire.bind((own, 0))
         wire.connect((peer, ports[1]))
         wire.settimeout(_ANSWER_S)
-        times = [t for i in range(PINGS) if (t := _ping(wire, i, 64)) is not None]
-        if not times:
+        if all(_ping(wire, i, 64) is None for i in range(_TRIES)):
             return Seen(True, "no datagram was answered")
+        times = [t for i in range(PINGS) if (t := _ping(wire, 100 + i, 64)) is not None]
+        if not times:
+            return Seen(True, "datagrams were no longer answered")
         lost = _burst(wire)
         route, mtu = _mtu(wire)
     return Seen(True, "", statistics.median(times) * 1e3, lost, route, mtu)
@@ -137,7 +139,7 @@ def _mtu(wire: socket.socket) -> tuple[int, int | None]:
     for size in sorted({route, *(s for s in _SIZES if s < route)}, reverse=True):
         if size > 65000:  # loopback: no packet is that long on a wire
             size = 65000
-        for attempt in range(_TRIES):
+        for attempt in range(2):
             if _ping(wire, (size << 40) + attempt, size - _HEADERS) is not None:
                 return route, size
     return route, None
