@@ -34,13 +34,11 @@ def cluster():
         yield nodes
 
 
-def doctor(cluster, logs, *options, absent=(), before=None):
-    """[(exit code, output)] by node of `megatron-efa doctor` on all nodes but the absent."""
+def doctor(cluster, logs, *options, before=None):
+    """[(exit code, output)] by node of `megatron-efa doctor` on all nodes."""
 
     def work():
         torch.set_num_threads(1)
-        if int(os.environ["RANK"]) in absent:
-            return None
         if before:
             before(int(os.environ["RANK"]))
         said = io.StringIO()
@@ -138,13 +136,6 @@ def test_an_unreachable_node_is_named_in_time_and_says_itself_what_it_lacks(clus
     assert "rank 0 did not answer" in done[3][1]
 
 
-def test_a_node_that_never_starts_is_named(cluster, tmp_path):
-    done = doctor(cluster, tmp_path, "--only", "nodes,shm", "--wait", "8", absent=[1])
-    assert done[0][0] == 3
-    assert "3 of 4 nodes up: node1 did not answer within 8 s" in done[0][1]
-    assert "on all 3 nodes" not in done[0][1].split("\n")[1]
-
-
 def test_a_node_whose_cable_is_pulled_in_the_middle_is_named_and_holds_up_nobody(cluster, tmp_path):
     def pull(*_):
         with IPRoute() as netlink:
@@ -152,7 +143,7 @@ def test_a_node_whose_cable_is_pulled_in_the_middle_is_named_and_holds_up_nobody
         return probe.Seen(False, "the cable is pulled")
 
     def before(rank):
-        run._LOOK_S, probe._CONNECT_S = 8.0, 1.0
+        run._LOOK_S, probe._CONNECT_S = 5.0, 1.0
         if rank == 3:
             run.look = pull
 
