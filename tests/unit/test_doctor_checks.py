@@ -115,12 +115,12 @@ def upstream_libfabric(host):
     host.answers["/opt/amazon/efa/bin/fi_info --version"] = "libfabric: 2.6.0\n"
 
 
-@spoilt("plugin-found", "libnccl-net-spcx.so", "26.07", PLUGIN, "TCP", also=("plugin-environment",))
+@spoilt("plugin-found", "libnccl-net-spcx.so", "26.07", PLUGIN, "TCP")
 def ngc_points_nccl_at_another_plugin(host):
     host.environ |= {"NCCL_NET_PLUGIN": "spcx", "NVIDIA_PYTORCH_VERSION": "26.07"}
 
 
-@spoilt("plugin-found", "not the EFA plugin", "/opt/spcx", also=("plugin-environment",))
+@spoilt("plugin-found", "not the EFA plugin", "/opt/spcx")
 def another_plugin_is_found(host):
     host.put("/opt/spcx/libnccl-net-spcx.so", "spcx")
     host.environ["NCCL_NET_PLUGIN"] = "spcx"
@@ -134,12 +134,12 @@ def dangling_link(host):
     host.environ |= {"NCCL_NET_PLUGIN": "ofi", "LD_LIBRARY_PATH": "/opt/x"}
 
 
-@spoilt("plugin-found", "libnccl-net-aws-ofi.so", PLUGIN, also=("plugin-environment",))
+@spoilt("plugin-found", "libnccl-net-aws-ofi.so", PLUGIN)
 def name_that_newer_nccl_asks_for(host):
     del host.environ["NCCL_NET_PLUGIN"]
 
 
-@spoilt("plugin-found", "none of", "install it", also=("plugin-environment",))
+@spoilt("plugin-found", "none of", "install it")
 def plugin_missing(host):
     host.at(PLUGIN).unlink()
 
@@ -444,9 +444,24 @@ def no_flight_recorder(host):
     return setting(flight_recorder_dump_path=None)
 
 
-@spoilt("hang-evidence", "TORCH_NCCL_ASYNC_ERROR_HANDLING=1", level="warn")
+@spoilt("environment", "TORCH_NCCL_ASYNC_ERROR_HANDLING=1", level="warn")
 def recorder_defeated(host):
     host.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+
+
+@spoilt("environment", "NCCL_BUFFSIZE=2097152", "plugin 1.21.1", level="warn")
+def buffers_that_undo_the_plugins(host):
+    host.environ["NCCL_BUFFSIZE"] = "2097152"
+
+
+@spoilt("environment", "FI_PROVIDER=tcp")
+def another_provider_forced(host):
+    host.environ["FI_PROVIDER"] = "tcp"
+
+
+@spoilt("environment", "FI_EFA_FORK_SAFE=1", level="info")
+def a_variable_without_effect(host):
+    host.environ["FI_EFA_FORK_SAFE"] = "1"
 
 
 @spoilt("expert-backend", "192 expert ranks", also=("expert-backend",))
@@ -530,7 +545,7 @@ def test_on_a_machine_with_nothing_no_check_passes_unseen(tmp_path):
 def test_on_a_machine_that_should_have_efa_and_has_nothing_nothing_of_efa_is_well(tmp_path):
     host = bare(tmp_path, ec2=Denied())
     well = {f.check for c in checks() for f in host.finds(c.id) if f.level == "ok"}
-    assert well <= {"ofed", "expandable-segments", "hang-evidence"}
+    assert well <= {"ofed", "expandable-segments", "environment", "hang-evidence"}
     failed = {f.check for c in checks() for f in host.finds(c.id) if f.level == "fail"}
     assert {"efa-devices", "libfabric", "plugin-found"} <= failed
 

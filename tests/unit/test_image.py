@@ -174,6 +174,16 @@ def test_a_container_starts_its_command_with_the_plugin_of_the_build(image):
     assert (done.returncode, done.stdout) == (0, "training\n")
 
 
+def test_a_job_may_name_the_plugin_as_nccl_looks_it_up(image):
+    _, _, run = image
+    build(run)
+    for value in ("ofi", "libnccl-net-ofi.so"):
+        assert run(ENTRYPOINT, "true", NCCL_NET_PLUGIN=value).returncode == 0
+    lost = run(ENTRYPOINT, "true", NCCL_NET_PLUGIN="ofi", LD_LIBRARY_PATH="/usr/lib")
+    assert lost.returncode == 78
+    assert "leads to no file" in lost.stderr
+
+
 @pytest.mark.parametrize("value", ["spcx", "", "/opt/other.so"])
 def test_a_container_in_which_nccl_would_open_another_plugin_does_not_start(image, value):
     root, _, run = image

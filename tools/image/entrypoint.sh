@@ -6,10 +6,26 @@ root=${ROOT:-}
 
 die() { echo "megatron-efa image: $*" >&2; exit 78; }
 
+# The file that NCCL opens: a path, or X for libnccl-net-X.so, which the loader looks for.
+opened() {
+    case $1 in
+    */*) readlink -e "$root$1" ;;
+    *)
+        local name=$1 folder folders
+        case $name in *.so) ;; *) name=libnccl-net-$name.so ;; esac
+        IFS=: read -ra folders <<<"${LD_LIBRARY_PATH:-}"
+        for folder in "${folders[@]}"; do
+            [ ! -e "$root$folder/$name" ] || { readlink -e "$root$folder/$name" && return; }
+        done
+        return 1
+        ;;
+    esac
+}
+
 if [ "${MEGATRON_EFA_PLUGIN_CHECK:-on}" != off ]; then
     built=$(cat "$root/etc/megatron-efa/plugin")
-    now=$(readlink -e "$root${NCCL_NET_PLUGIN:-/unset}") ||
-        die "NCCL_NET_PLUGIN=${NCCL_NET_PLUGIN:-} leads to no file: unset it in the job, or give $built; NCCL would use TCP"
+    now=$(opened "${NCCL_NET_PLUGIN:-unset}") ||
+        die "NCCL_NET_PLUGIN=${NCCL_NET_PLUGIN:-} leads to no file, and NCCL would use TCP: unset it in the job, or give $built"
     [ "$now" = "$built" ] ||
         die "NCCL would open $now, not $built: see what sets NCCL_NET_PLUGIN, or MEGATRON_EFA_PLUGIN_CHECK=off to allow it"
 fi

@@ -45,27 +45,16 @@ def hang_evidence(host: Host, context: Context) -> Iterable[Finding]:
     recorder = context.get("flight_recorder_dump_path") or next(
         (_env(host, n) for n in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
          if _env(host, n)), "")  # fmt: skip
-    handling = host.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    clear = True
-    if not recorder:
-        clear = False
-        yield warn(
-            "NCCL's flight recorder is off",
-            "flight_recorder_dump_path",
-            why="a transport error may never reach NCCL ('err: 5, Invalid address' and then "
-            "hours of nothing): without the recorder nobody knows which rank did not come",
-            do="set flight_recorder_dump_path to a folder; megatron-efa launch does",
-        )
-    if handling == "1":
-        clear = False
-        yield warn(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING=1",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-            why="it aborts before the flight recorder has written its dump",
-            do="unset it (PyTorch's default is 3)",
-        )
-    if clear:
+    if recorder:
         yield ok(f"flight recorder to {recorder}")
+        return
+    yield warn(
+        "NCCL's flight recorder is off",
+        "flight_recorder_dump_path",
+        why="a transport error may never reach NCCL ('err: 5, Invalid address' and then hours of "
+        "nothing): without the recorder nobody knows which rank did not come",
+        do="set flight_recorder_dump_path to a folder; megatron-efa launch does",
+    )
 
 
 @check(
