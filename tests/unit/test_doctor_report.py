@@ -1,6 +1,8 @@
 """What a new user sees: the cause, first, on one screen. What a script gets: a code and JSON."""
 
 import json
+import subprocess
+import sys
 import threading
 from argparse import ArgumentParser
 from dataclasses import replace
@@ -183,6 +185,18 @@ def test_two_processes_a_node_check_the_node_once(tmp_path):
     head = several(tmp_path, range(4), 4, "--wait", "20", "--no-network", locals_=2)[0]
     assert [f.node for f in head.findings if f.check == "memlock"] == ["ip-10-0-0-1", "ip-10-0-0-2"]
     assert "2 of 2 nodes up" in head.title
+
+
+def test_a_process_that_is_stuck_is_ended_with_a_line_that_names_its_node():
+    stuck = (
+        "from megatron.efa.doctor import job; import time; "
+        "job._last_resort(0.2, 'node1, rank 3'); time.sleep(60)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", stuck], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 3
+    assert "within 0.2 s on node1, rank 3" in done.stderr
 
 
 WELL, WARNING = ok("well"), warn("w", why="y", do="d")
