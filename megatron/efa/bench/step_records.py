@@ -102,8 +102,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         crossed = "-" if r["inter_node_bytes"] is None else f"{r['inter_node_bytes'] / 1e6:.1f}"
         rows.append(
             [r["arm"], f"{r['first_step_s']:.1f}", f"{r['ms']:.0f}",
-             f"{r['ms_low']:.0f} to {r['ms_high']:.0f}", crossed, f"{r['speedup_vs_upstream']:.2f}", f"{r['losses'][-1]:.4f}",
-             f"{r['loss_difference']:.1e}"]
+             f"{r['ms_low']:.0f} to {r['ms_high']:.0f}", crossed,
+             f"{r['speedup_vs_upstream']:.2f}", f"{r['losses'][-1]:.4f}", f"{r['loss_difference']:.1e}"]
         )  # fmt: skip
     return report.table(header, rows)
 
