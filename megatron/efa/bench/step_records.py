@@ -103,7 +103,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         rows.append(
             [r["arm"], f"{r['first_step_s']:.1f}", f"{r['ms']:.0f}",
              f"{r['ms_low']:.0f} to {r['ms_high']:.0f}", crossed,
-             f"{r['speedup_vs_upstream']:.2f}", f"{r['losses'][-1]:.4f}", f"{r['loss_difference']:.1e}"]
+             f"{r['speedup_vs_upstream']:.2f}", f"{r['losses'][-1]:.4f}",
+             f"{r['loss_difference']:.1e}"]
         )  # fmt: skip
     return report.table(header, rows)
 
