@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import statistics
 import sys
 from dataclasses import asdict, dataclass
@@ -41,15 +42,25 @@ class Line:
     """`gbps` as a share of one GPU's line rate, where the cluster's description has it."""
 
 
+_left: list[str] = []
+"""Keys of this rank in the job's store: of the step before, which has been read."""
+
+
 def tell(step: Step, folder: Path | None) -> None:
-    """Gather all ranks' `step`; the last rank, which has upstream's log, writes the report."""
+    """Gather all ranks' `step`; the last rank, which has upstream's log, writes the report.
+
+    Over the job's store: no rank waits for another but the last, and nothing runs on the devices.
+    """
     mine = ([(*key, row) for key, row in rows_of(step).items()], step.seconds, exposed(step))
-    last = dist.get_world_size() - 1
-    ranks: list[Any] | None = [None] * (last + 1) if dist.get_rank() == last else None
-    dist.gather_object(mine, ranks, dst=last)
-    if ranks is None:
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    keys = [f"efa_traffic/{step.number}/{each}" for each in range(dist.get_world_size())]
+    store.set(keys[rank], pickle.dumps(mine))
+    while _left:
+        store.delete_key(_left.pop())
+    _left.append(keys[rank])
+    if rank < len(keys) - 1:
         return
-    record = record_of(step.number, ranks)
+    record = record_of(step.number, [pickle.loads(each) for each in store.multi_get(keys)])
     print(table(record), flush=True)
     _to_tensorboard(record)
     if folder is not None:
