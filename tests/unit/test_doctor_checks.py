@@ -346,6 +346,13 @@ def node_dropped_from_its_block(host):
     host.answers["scontrol show topology"] = "BlockName=b1 BlockIndex=0 Nodes=ip-10-0-0-[1-3]\n"
 
 
+@spoilt("slurm-blocks", "ip-10-0-0-2, ip-10-0-0-3 in no block")
+def nodes_dropped_seen_from_outside_a_job(host):
+    del host.environ["SLURM_JOB_NODELIST"]
+    host.answers["sinfo -h"] = "login (null)\nip-10-0-0-[1-3] gpu:8(S:0-1)\n"
+    host.answers["scontrol show topology"] = "BlockName=b1 BlockIndex=0 Nodes=ip-10-0-0-1\n"
+
+
 @spoilt("slurm-resume", "TaskPlugin=task/affinity and PrologFlags=Alloc", level="warn")
 def auto_resume_impossible(host):
     host.answers["scontrol show config"] = "TaskPlugin = task/affinity\nPrologFlags = Alloc\n"

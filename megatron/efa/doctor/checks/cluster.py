@@ -13,6 +13,8 @@ from megatron.efa.doctor.host import Host
 from megatron.efa.doctor.registry import Finding, Skip, check, fail, ok, warn
 from megatron.efa.fabric.versions import holds
 
+_LOST = 3
+"""Names that do not resolve, after which no more are tried: each costs a resolver's time-out."""
 _PLUGIN_IMAGE = re.compile(r"efa-k8s-device-plugin:v?(\d+\.\d+\.\d+)")
 
 
@@ -79,8 +81,11 @@ def slurm_blocks(host: Host, context: Context) -> Iterable[Finding]:
     _, blocks = slurm.topology(host.printed("scontrol", "show", "topology"))
     if not blocks:
         raise Skip("Slurm's topology has no blocks")
-    listed = host.environ.get("SLURM_JOB_NODELIST") or host.printed("sinfo", "-h", "-o", "%N")
-    nodes = [name for line in listed.split() for name in slurm.expand(line)]
+    listed = host.environ.get("SLURM_JOB_NODELIST", "")
+    if not listed:  # outside a job: the nodes with GPUs, for a login node is in no block
+        rows = host.printed("sinfo", "-h", "-o", "%N %G").splitlines()
+        listed = ",".join(row.split()[0] for row in rows if "gpu" in row.partition(" ")[2])
+    nodes = slurm.expand(listed)
     lost = [name for name in nodes if name not in blocks]
     if lost:
         yield fail(
@@ -168,6 +173,8 @@ def dns(host: Host, context: Context) -> Iterable[Finding]:
         raise Skip("no names: outside a job, without --from")
     lost, local = [], []
     for name in names:
+        if len(lost) == _LOST:
+            break
         answer = host.run("getent", "ahosts", name)
         if answer.code == 127:
             raise Skip("getent is not installed")
