@@ -115,9 +115,10 @@ OURS = (
     "--efa-data-parallel on --efa-pipeline on --efa-tensor on "
     "--moe-token-dispatcher-type hierarchical"
 )
+# Dense layers without sequence parallelism: both tensor ranks hold what goes to the next stage.
 PIPELINE = (
-    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
-    "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --moe-layer-freq [0,0] "
+    "--expert-tensor-parallel-size 1"
 )
 JOBS = {
     "upstream's pipeline": PIPELINE,
@@ -174,6 +175,16 @@ def test_bytes_of_training_steps_are_those_of_the_interfaces(trained, job):
         told_ = records[1]["sent_by_node"][node]
         print(job, node, (after - before) / told_)
         assert 0.98 < (after - before) / told_ < OVERHEAD
+
+
+def test_what_tensor_ranks_hold_alike_crosses_between_stages_once(trained):
+    folder, _ = trained
+    sent = {}
+    for job in ("upstream's pipeline", "our pipeline"):
+        rows = read(folder / job)[1]["rows"]
+        sent[job] = [row["bytes"] for row in rows if (row["axis"], row["tier"]) == ("pp", "fabric")]
+    (theirs,), (ours,) = sent.values()
+    assert ours == theirs / 2
 
 
 def test_a_report_is_written_for_people_tensorboard_and_perfetto(trained):
