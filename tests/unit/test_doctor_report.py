@@ -275,6 +275,16 @@ def test_the_config_tells_where_checkpoints_go_and_how_large_they_are():
     assert fewer.checkpoint_bytes < 0.7 * told.checkpoint_bytes
 
 
+def test_the_config_of_a_launch_tells_kind_and_number_of_nodes_unless_they_are_given(tmp_path):
+    config = tmp_path / "job.yaml"
+    config.write_text("launch: {kind: p5en.48xlarge, nodes: 16}\ntrain: {save: /fsx/x}\n")
+    told = context.read(str(config))
+    assert (told.kind, told.nodes) == ("p5en.48xlarge", 16)
+    assert "kind" not in told.settings
+    given = context.read(str(config), kind="p5.48xlarge", nodes=4)
+    assert (given.kind, given.nodes) == ("p5.48xlarge", 4)
+
+
 def test_a_kind_that_does_not_exist_is_refused_at_once():
     assert context.read(None, kind="ml.p5.48xlarge").kind == "p5.48xlarge"
     with pytest.raises(EfaError, match=r"p5.48xlarge"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.efa.cluster.catalogue import Machine, kinds, machine
 from megatron.efa.cluster.model import Cluster
+from megatron.efa.config.words import LAUNCH
 from megatron.efa.doctor.registry import Skip
 from megatron.efa.errors import EfaError
 
@@ -42,13 +43,20 @@ def read(
     cluster: Cluster | None = None,
     logs: Sequence[Path] = (),
 ) -> Context:
-    """The context of a job. Explicit values count before the config's. Raises EfaError."""
+    """The context of a job. Raises EfaError.
+
+    Explicit values count before the config's (its `launch` group), those before the cluster's.
+    """
     settings: dict[str, Any] = {}
     size = None
     if config is not None or overrides:
-        from megatron.efa.config.compose import compose
+        from megatron.efa.config.compose import compose_all
 
-        settings = {setting.key: setting.value for setting in compose(config, overrides)}
+        whole = compose_all(config, overrides)
+        settings = {each.key: each.value for each in whole if each.group != LAUNCH}
+        launch = {each.key: each.value for each in whole if each.group == LAUNCH}
+        kind = kind or str(launch.get("kind", ""))
+        nodes = nodes or launch.get("nodes") or None
         size = checkpoint_bytes(Path(config), settings, overrides) if config else None
     kind = kind.removeprefix("ml.")  # SageMaker's spelling
     if kind:
