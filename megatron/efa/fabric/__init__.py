@@ -1,1 +1,1 @@
-"""What EFA's software needs: environment variables, as data with their sources."""
+"""What is known of EFA's software: releases that go together, variables that help or harm."""

@@ -149,9 +149,14 @@ class Node:
         kind = ["--kind", self.launched["kind"]] if self.launched["kind"] else []
         command = [sys.executable, "-m", "megatron.efa", "doctor", "--config", str(self.config)]
         command += [*kind, "--nodes", str(self.launched["nodes"])]
+        place = self.place  # as an operator would tell it: the doctor meets the other nodes'
+        told = {"NODE_RANK": place.rank, "NNODES": self.launched["nodes"]}
+        told |= {"MASTER_ADDR": place.address, "MASTER_PORT": place.port}
+        env = {k: v for k, v in self._environment().items() if k not in ("RANK", "WORLD_SIZE")}
+        env |= {f"PET_{name}": str(value) for name, value in told.items()}
         with open(self.logs / "preflight.log", "wb") as log:
             done = subprocess.run(
-                command, env=self._environment(), cwd=self.launched["workdir"],
+                command, env=env, cwd=self.launched["workdir"],
                 stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
         print((self.logs / "preflight.log").read_text(errors="replace"), end="", flush=True)
