@@ -17,7 +17,7 @@ from megatron.efa.emulate import network
 from megatron.efa.emulate.cluster import EmulatedCluster
 from megatron.efa.emulate.forked import run_forked
 from megatron.efa.emulate.rate import parse_rate
-from megatron.efa.traffic.cli import read
+from megatron.efa.traffic.runs import read
 
 pytestmark = [
     pytest.mark.root,

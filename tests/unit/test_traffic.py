@@ -2,8 +2,13 @@
 
 import itertools
 import json
+import math
+import resource
+import signal
 from argparse import Namespace
+from datetime import timedelta
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +21,10 @@ from megatron.efa.cli import main
 from megatron.efa.cluster import current
 from megatron.efa.cluster.model import Cluster, Node
 from megatron.efa.errors import EfaError
-from megatron.efa.traffic import report, settings, trace, watch
+from megatron.efa.groups.axes import KEYS
+from megatron.efa.traffic import report, runs, settings, trace, watch
 from megatron.efa.traffic.record import Recording, Step, Timed
-from megatron.efa.traffic.routes import CALLS, Sent
+from megatron.efa.traffic.routes import AXES, CALLS, Sent
 from megatron.efa.traffic.times import Row, length, rows_of, shared, union
 
 POINTS = st.integers(0, 40)
@@ -29,6 +35,7 @@ def cells(intervals):
     return {cell for start, end in intervals for cell in range(start, end)}
 
 
+@hypothesis.settings(deadline=None)
 @given(INTERVALS, INTERVALS)
 def test_times_are_those_of_the_points_that_intervals_cover(a, b):
     apart = union(a)
@@ -54,6 +61,7 @@ WAITS = st.builds(
 )
 
 
+@hypothesis.settings(deadline=None)
 @given(st.lists(TRANSFERS, max_size=6), st.lists(WAITS, max_size=6))
 def test_rows_hold_every_byte_and_every_second_waited_once(transfers, waits):
     rows = rows_of(Step(1, 0.0, 40.0, transfers, waits))
@@ -92,7 +100,7 @@ def calls_within_calls(rank):
         "unequal": lambda: dist.all_gather([torch.empty(2), torch.empty(3)], rows[rank]),
         "object": lambda: dist.all_gather_object([None, None], "a"),
         "alone": lambda: dist.all_reduce(one, group=alone),
-        "async": lambda: dist.all_reduce(one, async_op=True).wait(),
+        "async": lambda: dist.all_reduce(one, async_op=True).wait(timeout=timedelta(minutes=1)),
         "not waited for": lambda: dist.all_reduce(one, async_op=True),
     }
     kept = []
@@ -151,25 +159,25 @@ def test_ranks_are_told_together(two_ranks):
 @pytest.fixture
 def written(two_ranks, tmp_path):
     for step in (1, 2, 3, 2):  # resumed from before step 2
-        report.append(tmp_path / "run" / report.FILE, record(step, seconds=0.1 * step))
+        runs.append(tmp_path / "run" / runs.FILE, record(step, seconds=0.1 * step))
     return tmp_path / "run"
 
 
 def test_two_runs_are_compared_and_drawn(written, capsys, tmp_path):
     picture = tmp_path / "out" / "traffic.png"
-    argv = ["traffic", str(written), str(written / report.FILE), "--png", str(picture)]
+    argv = ["traffic", str(written), str(written / runs.FILE), "--png", str(picture)]
     assert main(argv) == 0
     shown = capsys.readouterr().out
-    assert "median of 3 steps" in shown
+    assert "median of 2 steps\ntraffic of steps 1 to 2" in shown  # 3 was before the resumed 2
     assert "step 1x" in shown
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert main(["traffic", str(written), "--json", "--after", "2"]) == 0
+    assert main(["traffic", str(written), "--json", "--after", "1"]) == 0
     (run,) = json.loads(capsys.readouterr().out)
-    assert (run["steps"], run["seconds"]) == (1, pytest.approx(0.3))
+    assert (run["steps"], run["seconds"]) == (1, pytest.approx(0.2))
 
 
 def test_a_last_line_cut_off_is_left_out_and_another_is_refused(written, capsys):
-    path = written / report.FILE
+    path = written / runs.FILE
     whole = path.read_text()
     path.write_text(whole + whole[:30])
     assert main(["traffic", str(path)]) == 0
@@ -200,7 +208,118 @@ def test_other_files_are_refused_in_a_sentence(tmp_path, capsys, content, words,
 
 def test_steps_after_the_last_are_refused(written, capsys):
     assert main(["traffic", str(written), "--after", "3"]) == 2
-    assert "its last step is 3" in capsys.readouterr().err
+    assert "its last step is 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("left", ["half a line", "a full disk", "a line longer than a block"])
+def test_a_line_is_written_as_a_whole_or_not_at_all(written, monkeypatch, left, capsys):
+    path = written / runs.FILE
+    whole = path.read_bytes()
+    if left == "a full disk":
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 99, hard))
+        try:
+            runs.append(path, record(3))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, before)
+        assert f"traffic of step 3 is not in {path}" in capsys.readouterr().err
+        assert path.read_bytes() == whole
+    else:
+        path.write_bytes(whole + b'{"step": 3, ' * (1 if left == "half a line" else 20_000))
+    runs.append(path, record(4))
+    assert [each["step"] for each in runs.read(path)] == [1, 2, 4]
+
+
+def test_two_jobs_that_wrote_in_turns_are_refused(written, capsys):
+    path = written / runs.FILE
+    for step, job in ((3, "a"), (4, "b"), (5, "a")):
+        runs.append(path, record(step, job=job))
+    assert main(["traffic", str(path)]) == 2
+    assert "two jobs wrote to this file in turns" in capsys.readouterr().err
+
+
+def test_runs_of_different_sizes_are_compared_by_gpu(written, capsys):
+    path, rows = written.parent / "wider" / runs.FILE, record()["rows"]
+    wider = [row | {"bytes": row["bytes"] * 8, "messages": row["messages"] * 4} for row in rows]
+    runs.append(path, record(1))  # before it was resumed on more GPUs
+    runs.append(path, record(2, ranks=8, rows=wider))
+    assert main(["traffic", str(written), str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "median of 1 steps (1 of other numbers of ranks left out)" in shown
+    assert "a GPU of 8 over one of 2" in shown
+    assert shown.splitlines()[-1].split() == ["ep", "fabric", "2x", "1x", "1x", "1x"]
+
+
+def test_what_few_steps_send_is_not_what_a_step_sends(written):
+    path, rows = written / runs.FILE, record()["rows"]
+    rare = [*rows, rows[0] | {"axis": "world"}]
+    runs.append(path, record(3, rows=rare))
+    middle = runs.middle(runs.read(path), 0, path)
+    assert [row["axis"] for row in middle["rows"]] == ["ep"]
+
+
+KEYS_OF_RECORDS = (
+    *("step", "ranks", "seconds", "exposed", "rows", "sent_by_node", "axis", "tier", "bytes"),
+    *("messages", "exposed_max", "exposed_rank", "gbps", "of_line"),
+)
+
+
+@pytest.mark.parametrize("key", KEYS_OF_RECORDS)
+def test_a_record_with_anything_else_in_it_is_shown_or_refused(two_ranks, tmp_path, key):
+    codes = []
+    for value in (None, "x", [], {}, -1, math.nan, math.inf):
+        whole = record()
+        (whole if key in whole else whole["rows"][0])[key] = value
+        path = tmp_path / runs.FILE
+        path.write_text(json.dumps(whole) + "\n")
+        codes.append(main(["traffic", str(path), str(path)]))
+    assert set(codes) <= {0, 2}
+    assert 2 in codes
+
+
+@pytest.mark.parametrize("words", [["--out", "x"], ["--after", "1"]])
+def test_words_that_say_nothing_of_a_file_are_refused(written, tmp_path, words):
+    given_ = written if words[0] == "--out" else tmp_path
+    assert main(["traffic", str(given_), *words]) == 2
+
+
+def test_ranks_that_a_trace_lacks_are_named_and_other_jobs_refused(tmp_path, capsys):
+    folder = tmp_path / "trace-step1"
+    folder.mkdir()
+    rank = {"rank": 1, "ranks": 3, "node": "a", "step": 1, "events": []}
+    (folder / "rank00001.json").write_text(json.dumps(rank))
+    assert main(["traffic", str(folder)]) == 0
+    assert "has nothing of 2 ranks: [0, 2]" in capsys.readouterr().err
+    (folder / "rank00004.json").write_text(json.dumps(rank | {"rank": 4, "ranks": 8}))
+    assert main(["traffic", str(folder)]) == 2
+    assert "a job of 3 ranks and, in rank00004.json, of one of 8" in capsys.readouterr().err
+
+
+def test_a_trace_that_cannot_be_written_leaves_nothing(two_ranks, tmp_path, monkeypatch, capsys):
+    def full(path, _):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(report.Path, "write_text", full)
+    report.write_trace(Step(1, 0.0, 1.0, [], []), tmp_path)
+    assert "rank 0's trace of step 1 is not written" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_every_group_of_megatrons_is_told_under_a_short_axis():
+    assert max(len(AXES.get(key, key)) for key in KEYS.values()) <= 12
+
+
+def test_steps_after_the_end_of_the_job_are_told_of(capsys):
+    settings.configure(asked(10, "x", 11))
+    settings.forget()
+    shown = capsys.readouterr().out
+    assert "--efa-traffic-interval 10 records nothing: the job ends at step 9" in shown
+    assert "--efa-traffic-trace 11" in shown
 
 
 EVENTS = st.lists(
@@ -209,6 +328,7 @@ EVENTS = st.lists(
 )
 
 
+@hypothesis.settings(deadline=None)
 @given(EVENTS)
 def test_slices_of_a_trace_never_overlap_in_their_row(tmp_path_factory, events):
     folder = tmp_path_factory.mktemp("trace")
@@ -217,7 +337,7 @@ def test_slices_of_a_trace_never_overlap_in_their_row(tmp_path_factory, events):
          "fabric_bytes": 1}
         for axis, name, start, took in events
     ]  # fmt: skip
-    rank = {"rank": 3, "node": "a", "step": 1, "events": content}
+    rank = {"rank": 3, "ranks": 4, "node": "a", "step": 1, "events": content}
     (folder / "rank00003.json").write_text(json.dumps(rank))
     drawn = [event for event in trace.join(folder)["traceEvents"] if event["ph"] == "X"]
     assert len(drawn) == len(events)
@@ -230,6 +350,8 @@ def test_slices_of_a_trace_never_overlap_in_their_row(tmp_path_factory, events):
 def asked(interval=0, folder=None, step=None):
     return Namespace(
         world_size=current.current().world_size,
+        rank=0,
+        train_iters=9,
         efa_traffic_interval=interval,
         efa_traffic_dir=folder,
         efa_traffic_trace=step,

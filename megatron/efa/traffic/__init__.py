@@ -2,10 +2,10 @@
 
     routes   bytes and messages of a call    watch   who calls, and who waits
     record   a step on one clock             times   overlap counted once
-    report   all ranks' steps, to log and files
+    report   all ranks' steps, told          runs    the file of a run, read and compared
 
 `begin` and `end` are what the patched training loop calls around each step. They do nothing unless
-`--efa-traffic-interval` is given.
+`--efa-traffic-interval` or `-trace` is given.
 """
 
 from megatron.efa.traffic.settings import begin, configure, end

@@ -7,7 +7,6 @@ trace-stepN folder, which becomes one file for Perfetto.
 import argparse
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,8 @@ from typing import Any
 
 from megatron.efa.errors import EfaError
 from megatron.efa.traffic import trace
-from megatron.efa.traffic.report import FILE, table
-
-_VALUES = ("bytes", "messages", "seconds", "exposed", "exposed_max", "gbps", "of_line")
-_MEANT = 'of `megatron-efa traffic`\'s: a line of "step", "ranks", "rows", ...'
+from megatron.efa.traffic.report import table
+from megatron.efa.traffic.runs import FILE, comparison, middle, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,19 +36,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print, draw or join what `args` name; raises EfaError for a file that is not of ours."""
     if args.file.is_dir() and not (args.file / FILE).exists():
-        if args.other or args.png or args.json:
+        if args.other or args.png or args.json or args.after:
             raise EfaError(f"{args.file} holds no {FILE}: a trace is joined, nothing else")
         out = args.out or args.file.with_name(f"{args.file.name}.json")
         joined = trace.join(args.file)
         _aside(out, lambda aside: aside.write_text(json.dumps(joined)))
         print(f"{out}: {len(joined['traceEvents'])} events; open it in ui.perfetto.dev")
+        if missing := joined["otherData"]["missing"]:
+            print(f"{args.file} has nothing of {len(missing)} ranks: {missing}", file=sys.stderr)
         return 0
+    if args.out:
+        raise EfaError(f"--out {args.out} is for a trace-stepN folder, and {args.file} is none")
     runs = [(path, middle(read(path), args.after, path)) for path in _given(args)]
     if args.json:
         print(json.dumps([{"file": str(path), **run} for path, run in runs], indent=1))
     else:
         for path, run in runs:
-            print(f"{path}: median of {run['steps']} steps\n{table(run)}\n")
+            others = f" ({run['left_out']} of other numbers of ranks left out)"
+            print(
+                f"{path}: median of {run['steps']} steps{others if run['left_out'] else ''}\n"
+                f"{table(run)}\n"
+            )
         if len(runs) == 2:
             print(comparison(runs[0][1], runs[1][1]))
     if args.png is not None:
@@ -65,79 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _given(args: argparse.Namespace) -> list[Path]:
     return [args.file] if args.other is None else [args.file, args.other]
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, the latest of each step (a resumed run repeats some), in order.
-
-    A last line that is cut off (the job was killed in it) is left out. Raises EfaError.
-    """
-    path = path / FILE if path.is_dir() else path
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise EfaError(f"{path} cannot be read: {error}") from error
-    records: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            for row in record["rows"]:
-                _ = row["axis"], row["tier"], [row[name] for name in (*_VALUES, "exposed_rank")]
-            _ = record["seconds"], record["exposed"], record["ranks"]
-            records[int(record["step"])] = record
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and isinstance(error, json.JSONDecodeError) and records:
-                break
-            raise EfaError(f"{path}, line {number} is not one {_MEANT}") from error
-    if not records:
-        raise EfaError(f"{path} has no step in it: the run ended before the first was recorded")
-    return [records[step] for step in sorted(records)]
-
-
-def middle(records: list[dict[str, Any]], after: int, path: Path) -> dict[str, Any]:
-    """One record with the medians over `records` of the steps after `after`. Raises EfaError."""
-    used = [record for record in records if record["step"] > after]
-    if not used:
-        raise EfaError(f"{path}: its last step is {records[-1]['step']}, none is after {after}")
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for record in used:
-        for row in record["rows"]:
-            rows.setdefault((row["axis"], row["tier"]), []).append(row)
-    merged = []
-    for _, found in sorted(rows.items()):
-        row = {**found[-1]}
-        for name in _VALUES:
-            known = [each[name] for each in found if each[name] is not None]
-            row[name] = statistics.median(known) if known else None
-        merged.append(row)
-    whole = {name: statistics.median(r[name] for r in used) for name in ("seconds", "exposed")}
-    return {**used[-1], **whole, "rows": merged, "steps": len(used)}
-
-
-def comparison(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """How the second run differs from the first, axis by axis: second over first."""
-    rows = [{(row["axis"], row["tier"]): row for row in run["rows"]} for run in (a, b)]
-    lines = [
-        f"the second over the first: step {_over(b['seconds'], a['seconds'])}, "
-        f"waited {_over(b['exposed'], a['exposed'])}",
-        f"{'axis':>12} {'tier':>6} {'bytes':>9} {'messages':>9} {'in flight':>10} {'waited':>9}",
-    ]
-    for key in sorted(set(rows[0]) | set(rows[1])):
-        first, second = (side.get(key) for side in rows)
-        cells = [
-            _over(*(0.0 if row is None else row[name] for row in (second, first)))
-            for name in ("bytes", "messages", "seconds", "exposed")
-        ]
-        lines.append(
-            f"{key[0]:>12} {key[1]:>6} {cells[0]:>9} {cells[1]:>9} {cells[2]:>10} {cells[3]:>9}"
-        )
-    return "\n".join(lines)
-
-
-def _over(second: float, first: float) -> str:
-    if not first:
-        return "-" if not second else "new"
-    return f"{second / first:.3g}x"
 
 
 def draw(runs: list[tuple[str, dict[str, Any]]]) -> Any:

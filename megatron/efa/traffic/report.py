@@ -1,10 +1,13 @@
 """One table of all ranks' traffic in a step: to the log, to TensorBoard, and to a file."""
 
+import functools
 import json
 import os
 import pickle
 import statistics
 import sys
+import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,8 @@ import torch.distributed as dist
 
 from megatron.efa.cluster.current import current
 from megatron.efa.traffic.record import Step
+from megatron.efa.traffic.runs import FILE, append
 from megatron.efa.traffic.times import FABRIC, Row, exposed, rows_of
-
-FILE = "traffic.jsonl"
 
 
 @dataclass
@@ -64,7 +66,13 @@ def tell(step: Step, folder: Path | None) -> None:
     print(table(record), flush=True)
     _to_tensorboard(record)
     if folder is not None:
-        append(folder / FILE, record)
+        append(folder / FILE, record | {"job": _job()})
+
+
+@functools.cache
+def _job() -> str:
+    """Tells the lines of this job from another's in the same file."""
+    return uuid.uuid4().hex[:12]
 
 
 def record_of(number: int, ranks: list[Any]) -> dict[str, Any]:
@@ -111,9 +119,10 @@ def record_of(number: int, ranks: list[Any]) -> dict[str, Any]:
 
 def table(record: dict[str, Any]) -> str:
     """`record` for people: what a GPU sends on average, and the medians of times."""
-    ranks = record["ranks"]
+    ranks, first, last = record["ranks"], record.get("first"), record["step"]
+    steps = f"step {last}" if first in (None, last) else f"steps {first} to {last}"
     lines = [
-        f"traffic of step {record['step']}: {1e3 * record['seconds']:.0f} ms, of which a rank "
+        f"traffic of {steps}: {1e3 * record['seconds']:.0f} ms, of which a rank "
         f"waited {1e3 * record['exposed']:.0f} ms for data (median of {ranks})",
         f"{'axis':>12} {'tier':>6} {'MB/GPU':>9} {'messages':>9} {'in flight':>10} "
         f"{'waited':>9} {'(longest, rank)':>18} {'GB/s':>7} {'of line':>8}",
@@ -132,16 +141,6 @@ def table(record: dict[str, Any]) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
-
-
-def append(path: Path, record: dict[str, Any]) -> None:
-    """Add a line to `path`. A report is not worth a job: what fails is a line on stderr."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as file:
-            file.write(json.dumps(record) + "\n")
-    except OSError as error:
-        print(f"traffic of step {record['step']} is not in {path}: {error}", file=sys.stderr)
 
 
 def _to_tensorboard(record: dict[str, Any]) -> None:
@@ -180,9 +179,10 @@ def write_trace(step: Step, folder: Path) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(
-            json.dumps({"rank": rank, "node": node, "step": step.number, "events": events})
-        )
+        whole = {"rank": rank, "ranks": dist.get_world_size(), "node": node, "step": step.number}
+        aside.write_text(json.dumps(whole | {"events": events}))
         aside.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
         print(f"rank {rank}'s trace of step {step.number} is not written: {error}", file=sys.stderr)

@@ -37,13 +37,17 @@ def configure(args: Namespace) -> None:
         raise EfaError(
             f"--efa-traffic-dir {folder} has nothing to hold: give --efa-traffic-interval as well"
         )
-    cluster = current()
+    cluster, flag = current(), "--efa-traffic-interval" if interval else "--efa-traffic-trace"
     if (interval or trace is not None) and cluster.world_size != args.world_size:
         raise EfaError(
-            f"--efa-traffic-interval: the cluster (from {cluster.source or 'torchrun'}) holds "
+            f"{flag}: the cluster (from {cluster.source or 'torchrun'}) holds "
             f"{cluster.world_size} ranks and this job has {args.world_size}: describe the nodes "
             "that it runs on"
         )
+    last = args.train_iters
+    for name, step in (("interval", interval), ("trace", trace)):
+        if step and last is not None and step > last and args.rank == 0:
+            print(f"> --efa-traffic-{name} {step} records nothing: the job ends at step {last}")
     forget()
     if interval or trace is not None:
         _asked = _Asked(interval, folder, trace)

@@ -5,29 +5,41 @@ from pathlib import Path
 from typing import Any
 
 from megatron.efa.errors import EfaError
+from megatron.efa.traffic.runs import finite
 
 
 def join(folder: Path) -> dict[str, Any]:
     """The Chrome trace of the ranks in `folder`: a process a rank, a row an axis, waits apart.
 
     Hosts' clocks are taken as they are: between nodes rows shift by as much as those differ.
-    Raises EfaError for a folder without traces, or one that is not ours.
+    `otherData` names the ranks that are `missing`. Raises EfaError for a folder without traces,
+    with those of jobs of different sizes, or with what is not ours.
     """
     paths = sorted(folder.glob("rank*.json"))
     if not paths:
         raise EfaError(f"{folder} holds no rank*.json: give a trace-stepN folder")
     events: list[dict[str, Any]] = []
+    found: set[int] = set()
+    size = 0
     for path in paths:
         try:
             rank = json.loads(path.read_text())
             events += _of_rank(rank)
+            found.add(int(rank["rank"]))
+            size, before = int(rank["ranks"]), size
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise EfaError(f"{path} is not a trace of a rank ({error})") from error
+        if before not in (0, size):
+            raise EfaError(
+                f"{folder} holds traces of a job of {before} ranks and, in {path.name}, of one of "
+                f"{size}: remove those of the older job"
+            )
     first = min((event["ts"] for event in events if "ts" in event), default=0.0)
     for event in events:
         if "ts" in event:
             event["ts"] -= first
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    missing = sorted(set(range(size)) - found)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"missing": missing}}
 
 
 def _of_rank(rank: dict[str, Any]) -> list[dict[str, Any]]:
@@ -38,6 +50,8 @@ def _of_rank(rank: dict[str, Any]) -> list[dict[str, Any]]:
     rows: dict[str, list[float]] = {}
     events = []
     for event in sorted(rank["events"], key=lambda event: event["start"]):
+        for name in ("start", "seconds", "node_bytes", "fabric_bytes"):
+            finite(event[name])
         row = f"{event['axis']} {'waits' if event['name'] == 'wait' else 'transfers'}"
         lane = _free(rows.setdefault(row, []), event["start"], event["seconds"])
         events.append(

@@ -47,14 +47,14 @@ def install() -> Redirection:
     for name, describe in CALLS.items():
         for module in (distributed_c10d, dist):  # on CPUs they differ: ours around torch's
             real = getattr(module, name, None)
-            if real is not None and real not in watched:
-                watched[real] = _watched(name, real, describe)
+            if real is not None and id(real) not in watched:
+                watched[id(real)] = _watched(name, real, describe)
     manager = distributed_c10d._coalescing_manager
-    watched[manager] = _watched_batch(manager)
+    watched[id(manager)] = _watched_batch(manager)
     for module in _modules():
         for name, value in list(vars(module).items()):
-            if callable(value) and _hashable(value) and value in watched:
-                redirection.set(module, name, watched[value])
+            if id(value) in watched:  # what a module holds need not be hashable
+                redirection.set(module, name, watched[id(value)])
     return redirection
 
 
@@ -66,10 +66,6 @@ def _modules() -> list[Any]:
         for name, module in list(sys.modules.items())
         if module is not None and name.startswith(named) and not name.startswith(ours)
     ]
-
-
-def _hashable(value: Any) -> bool:
-    return type(value).__hash__ is not None
 
 
 def _watched(
@@ -143,16 +139,16 @@ class Watched:
         for transfer in self._transfers:
             transfer.end = transfer.end or end
 
-    def wait(self, *timeout: Any) -> Any:
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
         """As the work's own."""
         into = self._into
         if into is None or into is not recording:  # waited for before, or in a later step
-            return self._work.wait(*timeout)
+            return self._work.wait(*args, **kwargs)
         if _thread.inside and self._on_gpu:
             self._into = None
-            return self._work.wait(*timeout)  # the stream of a stage waits, not the model's
+            return self._work.wait(*args, **kwargs)  # the stream of a stage waits, not the model's
         start = into.now(self._on_gpu)
-        result = self._work.wait(*timeout)
+        result = self._work.wait(*args, **kwargs)
         end, self._into = into.now(self._on_gpu), None
         if self._on_gpu or end - start > _AT_ONCE_S:
             for transfer in self._transfers:
