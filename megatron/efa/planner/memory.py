@@ -164,7 +164,7 @@ def usage(
     kept: States | None = None,
     split: tuple[int, int] | None = None,
 ) -> Usage:
-    """Bytes of a rank of pipeline stage `stage`; `kept` and `split` instead of the planner's own."""
+    """Bytes of a rank of stage `stage`; `kept` and `split` stand in for the planner's own."""
     params = held(shape, job, stage, split)
     weights, gradients, optimizer = (kept or states(job)).split(
         params.dense, params.expert, job.dp * job.cp, job.edp
