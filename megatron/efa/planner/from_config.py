@@ -39,7 +39,9 @@ def job_of(args: Namespace) -> Job:
     kinds = {None: (), "full": ("full",), "selective": modules}
     low = "fp8" if getattr(args, "fp8", None) else "fp4" if getattr(args, "fp4", None) else None
     stages = args.pipeline_model_parallel_size
-    known = args.moe_token_dispatcher_type in DISPATCHERS
+    exchange = "library" if args.moe_token_dispatcher_type == "flex" else "alltoall"
+    if args.moe_token_dispatcher_type in DISPATCHERS:
+        exchange = args.moe_token_dispatcher_type
     return Job(
         gpus=args.world_size,
         seq=args.seq_length,
@@ -53,7 +55,7 @@ def job_of(args: Namespace) -> Job:
         etp=args.expert_tensor_parallel_size or 1,
         precision=low or ("bf16" if args.bf16 or args.fp16 else "fp32"),
         recompute=frozenset(kinds[args.recompute_granularity]),
-        dispatcher=args.moe_token_dispatcher_type if known else "library",
+        dispatcher=exchange,
         ep_overlap=args.overlap_moe_expert_parallel_comm,
         implementation=args.transformer_impl,
     )
