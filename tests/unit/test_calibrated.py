@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -116,7 +117,8 @@ def test_a_precision_that_was_not_measured_is_refused():
 
 
 def plan(capsys, *words):
-    code = cli.main(["plan", "--model", "qwen3-30b-a3b", "--gbs", "256", *words, "--top", "3"])
+    fixed = ("--fix", "mbs=1", "--fix", "parallel.pp=1", "--gbs", "256", "--top", "3")
+    code = cli.main(["plan", "--model", "qwen3-30b-a3b", *fixed, *words])
     said = capsys.readouterr()
     return code, said.out, said.err
 
@@ -158,6 +160,13 @@ def test_a_description_that_says_neither_kind_nor_rates_is_refused(tmp_path, cap
     code, _, err = plan(capsys, "--cluster", "p5en")
     assert code == 2
     assert "--nodes is missing" in err
+
+
+def test_a_tier_that_was_not_measured_is_not_free():
+    cluster = cluster_of()
+    nothing = replace(cluster, far=Link(1e9, 1e-5))
+    with pytest.raises(EfaError, match="not calibrated between its nodes"):
+        seconds(nothing)
 
 
 def test_calibrate_outside_a_job_says_how_to_start_it(tmp_path, capsys, monkeypatch):

@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         write.text(args.html, page.html(model, machine, plans[: args.top], figures))
     if args.write:
         on_cpus = machine.measured is not None and machine.measured.synchronous
-        write.config(args.write, model, plans[0].job, args.cluster, "cpu" if on_cpus else "gpu")
+        kind = args.cluster if cluster is None else cluster.nodes[0].kind
+        write.config(args.write, model, plans[0].job, kind, "cpu" if on_cpus else "gpu")
     return 0
 
 

@@ -201,8 +201,8 @@ def _buffers(shape: Shape, job: Job, stage: int) -> float:
     return total
 
 
-def fullest(shape: Shape, job: Job) -> Usage:
-    """The stage with the most bytes.
+def fullest(shape: Shape, job: Job, kept: States | None = None) -> Usage:
+    """The stage with the most bytes; `kept`: bytes per parameter, if not those of `states`.
 
     Microbatches in flight fall with the stage, so it is the first with a given split of its layers,
     or the
@@ -210,4 +210,4 @@ def fullest(shape: Shape, job: Job) -> Usage:
     """
     split = stages(shape, job.pp, job.vp, job.seq)
     candidates = {split.index(layers) for layers in split} | {0, min(1, job.pp - 1), job.pp - 1}
-    return max((usage(shape, job, stage) for stage in candidates), key=lambda u: u.total)
+    return max((usage(shape, job, stage, kept) for stage in candidates), key=lambda u: u.total)

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from megatron.efa.planner import fit, from_config, memory, search
+from megatron.efa.planner import dryrun, fit, from_config, memory, search
 from megatron.efa.planner.layout import Job
 from megatron.efa.planner.machines import Machine
 from megatron.efa.planner.published import Run
@@ -16,7 +16,8 @@ def of_args(args: Namespace, machine: Machine) -> tuple[Shape, Plan]:
     Layers stand on stages as the planner would put them, whatever layout the arguments give.
     """
     shape, job = from_config.of_args(args)
-    return shape, search.evaluate(shape, [job], machine)[0]
+    usage = memory.fullest(shape, job, dryrun.states_of(args))
+    return shape, search.evaluate(shape, [job], machine, [usage])[0]
 
 
 def inter_node_bytes(shape: Shape, job: Job, machine: Machine) -> float:

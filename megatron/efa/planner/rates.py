@@ -30,8 +30,11 @@ class Measured:
         """Of `calls` calls that send `size` bytes in all, a rank; 0 where nothing is sent."""
         link = self.near if tier == "near" else self.far
         each = np.asarray(size, float) / np.maximum(calls, 1e-9)
-        if link is None or not np.any(each > 0):
+        if not np.any(each > 0):
             return 0.0 * each
+        if link is None:
+            where = "inside its nodes" if tier == "near" else "between its nodes"
+            raise EfaError(f"the cluster was not calibrated {where}: calibrate all of it")
         curve = dict(link.curves)[collective]
         return np.where(each > 0, np.maximum(calls, 1e-9) * time_of(curve, each), 0.0)
 
