@@ -25,7 +25,7 @@ def link(peak, latency):
 
 def cluster_of(far=40e9, kind="H200", **more):
     gemm = tuple((2.0 * n**3, 7e14 * n / (n + 2000)) for n in (256, 1024, 4096, 16384))
-    compute = Compute(kind, 140e9, 4e12, (("bf16", gemm),), 4e-4, 2e-3, 0.05)
+    compute = Compute(kind, 140e9, 4e12, (("bf16", gemm),), 4e-4, 2e-3, 1e-5, 0.05)
     nodes = tuple(Node(f"n{i}", 8) for i in range(8))
     return Cluster(nodes, near=link(400e9, 1e-5), far=link(far, 1e-4), compute=compute, **more)
 

@@ -47,7 +47,9 @@ _COMPUTE = {
     "gemm": dict,
     "block_seconds": (int, float),
     "moe_block_seconds": (int, float),
+    "expert_seconds": (int, float),
     "step_seconds": (int, float),
+    "dispatch_seconds": dict,
 }
 
 
@@ -149,7 +151,9 @@ def _said(compute: Compute) -> dict[str, Any]:
         **_lists("gemm", compute.gemm),
         "block_seconds": compute.block,
         "moe_block_seconds": compute.moe_block,
+        "expert_seconds": compute.expert,
         "step_seconds": compute.step,
+        **({"dispatch_seconds": dict(compute.dispatch)} if compute.dispatch else {}),
     }
 
 
@@ -206,12 +210,17 @@ def _link(entry: Any, file: str, at: str) -> Link:
 
 def _compute(entry: Any, file: str) -> Compute:
     _check(entry, _COMPUTE, file, "compute")
-    missing = [key for key in _COMPUTE if entry.get(key) is None]
+    extra = ("gemm", "dispatch_seconds")
+    missing = [k for k in _COMPUTE if entry.get(k) is None and k != "dispatch_seconds"]
     if missing:
         raise EfaError(
             f"{file}: compute has no {', '.join(missing)}: `megatron-efa calibrate` writes all"
         )
-    numbers = {key: float(entry[key]) for key in _COMPUTE if key not in ("kind", "gemm")}
+    numbers = {key: float(entry[key]) for key in _COMPUTE if key not in ("kind", *extra)}
+    dispatch = entry.get("dispatch_seconds") or {}
+    for name, value in dispatch.items():
+        if not isinstance(value, (int, float)) or not value > 0:
+            raise EfaError(f"{file}: compute.dispatch_seconds.{name} must be a number above 0")
     wrong = [key for key, value in numbers.items() if not value > 0]
     if wrong:
         raise EfaError(f"{file}: compute.{wrong[0]} must be above 0")
@@ -223,7 +232,9 @@ def _compute(entry: Any, file: str) -> Compute:
         gemm,
         numbers["block_seconds"],
         numbers["moe_block_seconds"],
+        numbers["expert_seconds"],
         numbers["step_seconds"],
+        tuple((str(name), float(value)) for name, value in dispatch.items()),
     )
 
 

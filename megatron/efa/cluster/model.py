@@ -27,9 +27,14 @@ class Compute:
     block: float
     """Seconds that the host needs to launch attention's forward and backward of one layer."""
     moe_block: float
-    """The same of a mixture of experts."""
+    """The same of a mixture of experts, the experts aside."""
+    expert: float
+    """The same of each expert that a rank holds: one after the other without grouped GEMMs."""
     step: float
     """Seconds of a step beside its layers: optimizer, gradient norm, data."""
+    dispatch: tuple[tuple[str, float], ...] = ()
+    """By dispatcher: seconds that a mixture of experts takes longer when its ranks exchange almost
+    nothing, forward and backward."""
 
 
 @dataclass(frozen=True)

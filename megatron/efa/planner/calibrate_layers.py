@@ -2,7 +2,13 @@
 
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+_FEW = 4
+"""Experts of a rank."""
+_LEAST = 1e-6
+"""Seconds, for differences that noise makes negative."""
 
 _TINY = shlex.split(
     "--hidden-size 64 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -14,25 +20,57 @@ _TINY = shlex.split(
     "--use-distributed-optimizer --clip-grad 1"
 )
 _EXPERTS = shlex.split(
-    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-router-dtype fp32 "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
-    "--moe-token-dispatcher-type alltoall"
+    "--moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
 )
 
 
-def measure(precision: str, seconds: Callable[[Callable[[], Any]], float]) -> tuple[float, ...]:
-    """(seconds of an attention block, of a mixture of experts, of a step beside its layers).
+@dataclass(frozen=True)
+class Host:
+    """Seconds, the slowest rank's."""
 
-    `seconds(call)`: the slowest rank's time of a call. A dense layer counts as one and a half
-    attention blocks, one with experts as a block and the experts, as `work` counts them.
+    block: float
+    """Of an attention block."""
+    moe_block: float
+    """Of a mixture of experts, the experts aside and nothing sent."""
+    expert: float
+    """Of each expert that a rank holds: many where experts run one after the other."""
+    step: float
+    """Of a step beside its layers."""
+    dispatch: tuple[tuple[str, float], ...]
+    """By dispatcher: what a mixture of experts takes longer when all ranks share its experts, and
+    hardly anything is sent: exchanges of counts and of almost empty messages, and their plans."""
+
+
+def measure(precision: str, seconds: Callable[[Callable[[], Any]], float]) -> Host:
+    """Time tiny models; `seconds(call)`: the slowest rank's time of a call.
+
+    A dense layer counts as one and a half attention blocks, one with experts as a block and the
+    experts, as `work` counts them.
     """
+    import torch.distributed as dist
+
     one, _ = _times(precision, ["--num-layers", "1"], seconds)
     three, step = _times(precision, ["--num-layers", "3"], seconds)
-    experts, _ = _times(precision, ["--num-layers", "3", *_EXPERTS], seconds)
-    layer = max((three - one) / 2, 1e-6)
+    layer = max((three - one) / 2, _LEAST)
     block = layer / 1.5
-    moe = max((experts - three) / 3 + layer - block, 1e-6)
-    return block, moe, max(step - 3 * layer, 1e-6)
+
+    def moe(experts: int, ranks: int = 1, dispatcher: str = "alltoall") -> float:
+        flags = ["--num-experts", str(experts), "--expert-model-parallel-size", str(ranks)]
+        flags += ["--moe-token-dispatcher-type", dispatcher, *_EXPERTS, "--num-layers", "3"]
+        whole, _ = _times(precision, flags, seconds)
+        return (whole - three) / 3 + layer - block
+
+    few, many = moe(_FEW), moe(4 * _FEW)
+    each = max((many - few) / (3 * _FEW), _LEAST)
+    alone = max(few - _FEW * each, _LEAST)
+    ranks = dist.get_world_size()
+    dispatch = tuple(
+        (name, max(moe(_FEW * ranks, ranks, name) - few, _LEAST))
+        for name in ("alltoall", "hierarchical")
+        if ranks > 1
+    )
+    return Host(block, alone, each, max(step - 3 * layer, _LEAST), dispatch)
 
 
 def _times(

@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.efa.cluster.current import current
@@ -34,7 +34,8 @@ def measure(sweep: Sweep) -> tuple[Link | None, Link | None, Compute]:
     """(near, far, compute) of this job's cluster; the same on every rank.
 
     torch.distributed must be up. near: ranks of one node, all nodes at once. far: one rank of every
-    node, all such groups at once, so that a rank has its share of its node's network.
+    node, all such groups at once, so that a rank has its share of its node's network; all-to-alls
+    among all ranks, as those of experts are, by the bytes that leave the node.
     """
     import torch.distributed as dist
 
@@ -44,7 +45,11 @@ def measure(sweep: Sweep) -> tuple[Link | None, Link | None, Compute]:
     rails = [[ranks[i] for ranks in nodes] for i in range(size)]
     near = _tier(_mine(nodes, rank), sweep.sizes) if size > 1 else None
     far = _tier(_mine(rails, rank), sweep.sizes) if len(nodes) > 1 else None
-    return near, far, _compute(sweep)
+    if far is not None and size > 1:
+        share = (len(nodes) - 1) * size / (len(nodes) * size - 1)
+        points = _points("alltoall", dist.group.WORLD, sweep.sizes, share)
+        far = replace(far, curves=(("alltoall", points), *far.curves[1:]))
+    return near, far, _compute(sweep, far or near)
 
 
 def _mine(lists: Sequence[list[int]], rank: int) -> Any:
@@ -57,16 +62,21 @@ def _mine(lists: Sequence[list[int]], rank: int) -> Any:
 def _tier(group: Any, sizes: Sequence[int]) -> Link:
     """Curves of one tier, and the alpha-beta line through its exchanges' ends."""
     curves: list[tuple[str, Points]] = []
-    for name, prepare in _CALLS.items():
-        points = []
-        for size in sizes:
-            call, sent = prepare(group, size)
-            points.append((float(sent), _round(_seconds(call))))
-            _tell(f"{name} of {sent} bytes: {points[-1][1] * 1e3:.2f} ms")
-        curves.append((name, tuple(sorted(dict(points).items()))))
+    for name in _CALLS:
+        curves.append((name, _points(name, group, sizes)))
     (small, first), (large, last) = curves[0][1][0], curves[0][1][-1]
     peak = (large - small) / max(last - first, 1e-9) if large > small else large / last
     return Link(_round(peak), _round(max(first - small / peak, 1e-7)), tuple(curves))
+
+
+def _points(name: str, group: Any, sizes: Sequence[int], share: float = 1.0) -> Points:
+    """One curve; `share`: of what a rank sends, the part that counts."""
+    points = {}
+    for size in sizes:
+        call, sent = _CALLS[name](group, round(size / share))
+        points[float(round(sent * share))] = _round(_seconds(call))
+        _tell(f"{name} of {sent} bytes: {list(points.values())[-1] * 1e3:.2f} ms")
+    return tuple(sorted(points.items()))
 
 
 def _alltoall(group: Any, size: int) -> tuple[Callable[[], None], int]:
@@ -147,14 +157,16 @@ def _seconds(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
     return statistics.median(found.tolist())
 
 
-def _compute(sweep: Sweep) -> Compute:
+def _compute(sweep: Sweep, link: Link | None) -> Compute:
     from megatron.efa.planner import calibrate_layers
 
     gemm = tuple((name, _gemms(name)) for name in sweep.precisions)
-    block, moe_block, step = calibrate_layers.measure(sweep.precisions[0], _seconds)
+    host = calibrate_layers.measure(sweep.precisions[0], lambda call: _seconds(call, 9))
+    least = 4 * link.curves[0][1][0][1] if link else 0.0  # the exchanges of tokens themselves
+    dispatch = tuple((name, _round(max(value - least, 1e-6))) for name, value in host.dispatch)
     return Compute(
-        _kind(), _memory(sweep), _round(_copy_rate()), gemm, _round(block), _round(moe_block),
-        _round(step),
+        _kind(), _memory(sweep), _round(_copy_rate()), gemm, _round(host.block),
+        _round(host.moe_block), _round(host.expert), _round(host.step), dispatch,
     )  # fmt: skip
 
 

@@ -38,6 +38,13 @@ class Measured:
         curve = dict(link.curves)[collective]
         return np.where(each > 0, np.maximum(calls, 1e-9) * time_of(curve, each), 0.0)
 
+    def dispatch(self, dispatcher: Any) -> Any:
+        """Seconds of an expert layer's exchanges beside their bytes, by dispatcher; others as
+        upstream's all-to-all."""
+        known = dict(self.compute.dispatch)
+        plain = known.get("alltoall", 0.0)
+        return np.array([known.get(name, plain) for name in np.atleast_1d(dispatcher).tolist()])
+
     def rate(self, precision: Any, flops: Any) -> Any:
         """FLOP/s of a GEMM of `flops`. Raises EfaError for a precision that was not measured."""
         curves = dict(self.compute.gemm)

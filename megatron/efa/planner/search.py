@@ -132,7 +132,8 @@ def evaluate(
         parts = time.breakdown(rows.work, c, constants.load())
     else:
         kinds = np.array([job.precision for job in jobs])
-        parts = measured.breakdown(rows.work, kinds, c.overlap, c.imbalance, rates)
+        ways = np.array([job.dispatcher for job in jobs])
+        parts = measured.breakdown(rows.work, kinds, ways, c.overlap, c.imbalance, rates)
     named = {name: np.broadcast_to(values, len(jobs)) for name, values in parts.items()}
     seconds = sum(named.values())
     return [
