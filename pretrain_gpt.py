@@ -14,7 +14,7 @@ from megatron.efa import entry  # noqa: E402  (the clock starts before the impor
 
 def configure() -> Any:
     """Parse and validate Megatron's flags; return the configs that `pretrain` takes."""
-    from megatron.efa import data, expert, gpt, groups, pipeline, tensor
+    from megatron.efa import data, expert, gpt, groups, pipeline, tensor, traffic
     from megatron.efa.arguments import add_efa_arguments
     from megatron.efa.cluster import current, ranks
     from megatron.training.argument_utils import (
@@ -34,6 +34,7 @@ def configure() -> Any:
     pipeline.configure(args)
     tensor.configure(args)
     groups.configure(args)
+    traffic.configure(args)
     return pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
 
 

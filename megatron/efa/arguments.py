@@ -99,6 +99,25 @@ def add_efa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="a communicator for each neighbouring stage and direction, and activations that all "
         "tensor-parallel ranks hold sent once between nodes (docs/paths.md)",
     )
+    group.add_argument(
+        "--efa-traffic-interval",
+        type=int,
+        default=0,
+        metavar="N",
+        help="in every N-th step record what is sent and waited for, by parallel axis and tier: a "
+        "table in the log, scalars in TensorBoard (docs/traffic.md)",
+    )
+    group.add_argument(
+        "--efa-traffic-dir",
+        metavar="DIR",
+        help="write what is recorded to DIR/traffic.jsonl, for `megatron-efa traffic`",
+    )
+    group.add_argument(
+        "--efa-traffic-trace",
+        type=int,
+        metavar="STEP",
+        help="write each transfer and wait of this step to --efa-traffic-dir",
+    )
     return parser
 
 

@@ -15,6 +15,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "fork": ("megatron.efa.fork.cli", "lay out, verify, export and rebase the patched upstream"),
     "emulate": ("megatron.efa.emulate.cli", "run a training job on an emulated cluster"),
     "topology": ("megatron.efa.cluster.cli", "see, write down and use the cluster's network"),
+    "traffic": ("megatron.efa.traffic.cli", "show, draw and compare what training steps sent"),
     "bench": ("megatron.efa.bench.cli", "measure paths beside upstream on an emulated cluster"),
     "plan": ("megatron.efa.planner.cli", "find the fastest layout of a model that fits a cluster"),
     "calibrate": ("megatron.efa.planner.calibrate", "measure a cluster for the planner"),

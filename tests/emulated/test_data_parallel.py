@@ -1,4 +1,4 @@
-"""Gradients and parameters of DDP between emulated nodes: the fewest bytes, and behind other work.
+"""DDP and tensor parallelism between emulated nodes: the fewest bytes, and behind other work.
 
 Bytes are read off the nodes' interfaces.
 """
@@ -89,11 +89,33 @@ def train(distributed, meet):
         results[mode, "reduce"], (exposed, seconds) = sent(reduce)
         if distributed:
             results[mode, "gather"], _ = sent(gather)
+    if distributed:
+        results |= tensor_parallel(sent)
     longest = torch.tensor(seconds)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     covered, _ = reduce(pause=3 * longest.item())
     dist.destroy_process_group()
     return results, exposed, covered
+
+
+def tensor_parallel(sent):
+    """Bytes of a layer's all-reduce with tensor parallelism over all ranks, both ways."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+    from megatron.efa import tensor
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    results = {}
+    for mode in ("off", "on"):
+        args = Namespace(efa_tensor=mode, tensor_model_parallel_size=dist.get_world_size(), rank=1)
+        tensor.configure(args)
+        partial = torch.full((SIZE // 4096 // 4, 1, 4096), float(dist.get_rank()))
+        results[mode, "tensor"], whole = sent(
+            lambda partial=partial: mappings.reduce_from_tensor_model_parallel_region(partial)
+        )
+        assert torch.equal(whole, torch.full_like(whole, 28.0))
+    return results
 
 
 def train_on_nodes(nodes, per_node, distributed, logs):
@@ -129,6 +151,10 @@ def test_64_mib_leave_the_nodes_at_the_bound_and_behind_backward(
     if distributed:
         assert bound <= crossed("on", "gather") <= OVERHEAD * bound
         assert crossed("off", "gather") > 1.15 * bound
+        # Of S bytes, 2 S (N - 1) / N leave a node of N; of a flat ring of 8 ranks 1.75 S.
+        bound_of_sum = nodes * 2 * SIZE * (nodes - 1) / nodes
+        assert bound_of_sum <= crossed("on", "tensor") <= OVERHEAD * bound_of_sum
+        assert crossed("off", "tensor") > 1.7 * nodes * SIZE
     # Alone the wait lasts as long as the link must; behind other work most of it is hidden.
     ranks = nodes * per_node
     assert sum(exposed for _, exposed, _ in seen) / ranks > 0.8 * bound / nodes / 125e6

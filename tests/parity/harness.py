@@ -3,11 +3,12 @@
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron.efa.emulate.job import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -149,9 +150,3 @@ class OurTrainer(Trainer):
         logs = [(out / f"rank{rank}.log").read_text() for rank in range(ranks)]
         last = out / f"rank{ranks - 1}.json"
         return Run(codes, json.loads(last.read_text()) if last.exists() else [], logs)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from tests.parity.harness import MLA, MODEL, MOE, ROOT, TRAINING, free_port
+from megatron.efa.emulate.job import free_port
+from tests.parity.harness import MLA, MODEL, MOE, ROOT, TRAINING
 
 STEPS = 3
 

@@ -35,6 +35,9 @@ OUR_FLAGS = (
     "--efa-placement",
     "--efa-pipeline",
     "--efa-tensor",
+    "--efa-traffic-interval",
+    "--efa-traffic-dir",
+    "--efa-traffic-trace",
 )
 
 TEXT = st.text(st.sampled_from("aZ09 -_=./:,'\"#{}[]()&*!|>%@`~?\\é日"), max_size=12)

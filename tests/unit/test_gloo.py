@@ -33,7 +33,7 @@ def serve(rank, port, tasks, answers):
 
 @pytest.fixture(scope="module")
 def ranks():
-    from tests.parity.harness import free_port
+    from megatron.efa.emulate.job import free_port
 
     context, port = mp.get_context("fork"), free_port()
     tasks = [context.Queue() for _ in range(RANKS)]

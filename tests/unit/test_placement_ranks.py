@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.efa.cluster import current, ranks
 from megatron.efa.cluster.model import Cluster, Node
 from megatron.efa.cluster.traffic import Sizes
+from megatron.efa.emulate.job import free_port
 from megatron.efa.errors import EfaError
 
 SIZES = {
@@ -36,12 +37,6 @@ def tell(hosts="abcd", per_node=2, cluster=HOSTS):
         for name in hosts
         for local in range(per_node)
     ]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def train(rank, world, port, cluster, out, **flags):

@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     ),
     "expert": ("megatron.efa.bench.expert", "dispatch and combine of an expert layer"),
     "kernels": ("megatron.efa.bench.kernels", "row kernels of the expert path, on a GPU"),
+    "layer": ("megatron.efa.bench.layer", "an expert layer's matrix products beside their peak"),
     "placement": ("megatron.efa.bench.placement", "orders of hosts, by traffic x distance"),
     "startup": ("megatron.efa.bench.startup", "making the process groups, upstream's way and ours"),
     "step": ("megatron.efa.bench.step", "training steps with each path on and off"),

@@ -43,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option("--rounds", type=int, default=5, help="turns of each dispatcher (default: 5)")
     option("--gpu", action="store_true", help="NCCL on this machine's GPUs, shared by the ranks")
+    option(
+        "--profile",
+        action="store_true",
+        help="one more turn of each, recorded: when rails and nodes are busy at once, and on GPUs "
+        "a trace of rank 0's streams",
+    )
     option("--timeout", type=float, default=1800, help="seconds that one shape may take")
     option("--out", type=Path, help="folder of records, figure and logs (default: runs/bench/...)")
 
@@ -141,6 +147,7 @@ def _measure(
     backend = "nccl" if args.gpu else "gloo"
     rate, gpus = parse_rate(args.rate), placement.visible_gpus() if args.gpu else None
     logs = out.path / f"logs-{nodes}x{per_node}"
+    profile = out.path / f"profile-{nodes}x{per_node}" if args.profile else None
     meet = multiprocessing.get_context("fork").Barrier(nodes * per_node, timeout=args.timeout)
 
     def on(cluster: EmulatedCluster) -> list[dict[str, Any]]:
@@ -149,7 +156,9 @@ def _measure(
             seen = run_forked(
                 cluster,
                 per_node,
-                lambda: measure(cases, arms, args.rounds, nodes, args.gpu, cluster.isolated, meet),
+                lambda: measure(
+                    cases, arms, args.rounds, nodes, args.gpu, cluster.isolated, meet, profile
+                ),
                 logs,
                 gpus=gpus,
                 timeout_s=args.timeout,

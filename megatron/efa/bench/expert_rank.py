@@ -6,12 +6,13 @@ Shapes: T tokens of this rank, H hidden, E experts, k experts a token, R rows at
 import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.efa.bench import bounds, dispatchers, routing
+from megatron.efa.bench import bounds, dispatchers, overlap, routing
 from megatron.efa.bench.meter import Meter, asleep
 from megatron.efa.emulate import network
 from megatron.efa.errors import EfaError
@@ -47,6 +48,8 @@ class Turns:
     """Seconds of each turn in which the rank waited for data; empty where that is not known."""
     messages: int = 0
     payload: int = 0
+    busy: overlap.Busy | None = None
+    """Of the turn that was recorded, if one was."""
 
 
 @dataclass
@@ -70,11 +73,13 @@ def measure(
     gpu: bool,
     links: bool,
     meet: Any,
+    profile: Path | None = None,
 ) -> tuple[float, list[Seen]]:
     """Run on one rank; returns the bytes a second it sends inside the node, and what it saw.
 
     `links`: nodes have links whose counters count. `meet` is a barrier of all ranks that uses none
-    of them. Raises EfaError if two arms disagree.
+    of them. `profile`: where rank 0's traces go, one an arm and case. Raises EfaError if two arms
+    disagree.
     """
     torch.set_num_threads(1)
     if gpu:
@@ -86,6 +91,9 @@ def measure(
     for case in cases:
         runner = Runner(case, arms, nodes, gpu, links, meet, pg)
         seen.append(runner.run(rounds))
+        if profile is not None:
+            for turns, dispatcher in runner.arms:
+                turns.busy = runner.observe(turns.arm, dispatcher, profile)
         if dist.get_rank() == 0:
             print(f"{case.layer.name}, {case.kind}: measured {rounds} rounds", flush=True)
     dist.destroy_process_group()
@@ -126,7 +134,7 @@ class Runner:
         meet: Any,
         pg: Any,
     ) -> None:
-        self.gpu, self.meet = gpu, meet
+        self.gpu, self.meet, self.name = gpu, meet, f"{case.layer.name} {case.kind}"
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
         self.counts = links and self.rank % (self.world // nodes) == 0
         layer, dtype = case.layer, DTYPES[case.dtype]
@@ -188,6 +196,15 @@ class Runner:
         if slept is not None:
             turns.slept.append(slept)
         turns.messages, turns.payload = meter.messages, meter.payload
+
+    def observe(self, arm: dispatchers.Arm, dispatcher: Any, folder: Path) -> overlap.Busy:
+        """One forward and backward, recorded; on GPUs rank 0's streams as a trace in `folder`."""
+        self.meet.wait()
+        name = f"{arm} {self.name}".replace(", ", "-").replace(" ", "-")
+        trace = folder / f"{name}.json" if self.gpu and self.rank == 0 else None
+        with overlap.recorded(trace) as busy:
+            self.forward(dispatcher).backward(self.grad)
+        return busy
 
     def forward(self, dispatcher: Any) -> torch.Tensor:
         """Dispatch, experts that cost one pass over their rows, combine: [T, 1, H]."""

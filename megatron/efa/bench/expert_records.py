@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.efa.bench import bounds, report, statistics
+from megatron.efa.bench import bounds, overlap, report, statistics
 from megatron.efa.bench.expert_rank import DTYPES, Case, Seen, Turns
 
 _UPSTREAM = "alltoall"
@@ -84,6 +84,7 @@ def records_of(
                 "near_to_far": None
                 if link_rate is None or math.isinf(near_rate)
                 else near_rate / (link_rate / per_node),
+                **overlap.of_ranks([one.busy for one in ranks]),
                 "largest_difference_roundings": max(one.error for one in seen),
             }
         )

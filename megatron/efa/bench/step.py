@@ -23,6 +23,9 @@ PATHS = {
 }
 """Each path's switch, and the value that turns it on; None: see `_on`."""
 
+ASIDE = {"groups": ("--efa-groups",), "traffic": ("--efa-traffic-interval", "1")}
+"""Arms that change no path: not among `each` and `all`."""
+
 _OFF = ("off", "flat", "none", "upstream", "auto", "false")
 
 # Small experts and many of them, so that the network and not this machine's CPUs is the limit.
@@ -141,16 +144,16 @@ def parse_arms(text: str, switches: dict[str, tuple[str, ...]]) -> list[Arm]:
     names: list[str] = []
     for word in text.split(","):
         names += list(switches) if word == "each" else [word]
-    arms = []
+    arms, known = [], switches | ASIDE
     for name in names:
         paths = {"off": [], "all": list(switches)}.get(name, name.split("+"))
         for path in paths:
-            if path not in switches:
+            if path not in known:
                 raise EfaError(
                     f"--arms {text}: '{path}' is no path of this checkout: there are off, each, "
-                    f"all{''.join(f', {known}' for known in switches)}"
+                    f"all{''.join(f', {each}' for each in known)}"
                 )
-        flags = tuple(word for path in paths for word in switches[path])
+        flags = tuple(word for path in paths for word in known[path])
         if all(arm.flags != flags for arm in arms):  # with one path, `all` is that path
             arms.append(Arm(name, flags))
     return arms

@@ -22,8 +22,10 @@ _IMPORTED_LATE = ("torch._dynamo", "megatron.core.tokenizers.text", "megatron.ef
 class Steps:
     """What one rank saw; `ends`, `sent` and `losses` have an entry a training step."""
 
+    began: float = 0.0
+    """When its rank began, everything imported; on the machine's one clock, seconds."""
     ends: list[float] = field(default_factory=list)
-    """On the machine's one clock, seconds."""
+    """On the same clock."""
     sent: list[int] = field(default_factory=list)
     """Bytes that have left the node by then, on its first rank; empty without links."""
     losses: list[dict[str, float]] = field(default_factory=list)
@@ -55,7 +57,7 @@ def train(flags: Sequence[str], links: bool, record_routing: bool) -> Steps:
     import pretrain_gpt
     from megatron.efa import entry
 
-    steps = Steps()
+    steps = Steps(began=time.monotonic())
     first = int(os.environ["RANK"]) % int(os.environ["LOCAL_WORLD_SIZE"]) == 0
     _watch_steps(steps, links and first)
     if record_routing:

@@ -23,6 +23,11 @@ def step_seconds(turn: Turn, warm_up: int) -> list[float]:
     return [b - a for a, b in zip(ends[warm_up - 1 :], ends[warm_up:], strict=False)]
 
 
+def first_step(turn: Turn) -> float:
+    """Seconds from the start of the last rank (imports done) to the end of the first step."""
+    return max(rank.ends[0] for rank in turn) - max(rank.began for rank in turn)
+
+
 def step_bytes(turn: Turn, warm_up: int) -> float | None:
     """Bytes between nodes a step, over the same steps; None where links are not counted."""
     counted = [rank.sent for rank in turn if rank.sent]
@@ -73,6 +78,7 @@ def records_of(
                 "ms": ms.median * 1e3,
                 "ms_low": ms.low * 1e3,
                 "ms_high": ms.high * 1e3,
+                "first_step_s": statistics.summary([first_step(turn) for turn in turns]).median,
                 "inter_node_bytes": None
                 if None in crossed
                 else round(statistics.summary(crossed).median),
@@ -89,13 +95,14 @@ def records_of(
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """The records as text."""
-    header = ["paths that are on", "ms a step", "quartiles", "MB between nodes", "speedup",
-              "last loss", "loss difference"]  # fmt: skip
+    header = ["paths that are on", "first step, s", "ms a step", "quartiles", "MB between nodes",
+              "speedup", "last loss", "loss difference"]  # fmt: skip
     rows = []
     for r in records:
         crossed = "-" if r["inter_node_bytes"] is None else f"{r['inter_node_bytes'] / 1e6:.1f}"
         rows.append(
-            [r["arm"], f"{r['ms']:.0f}", f"{r['ms_low']:.0f} to {r['ms_high']:.0f}", crossed,
+            [r["arm"], f"{r['first_step_s']:.1f}", f"{r['ms']:.0f}",
+             f"{r['ms_low']:.0f} to {r['ms_high']:.0f}", crossed,
              f"{r['speedup_vs_upstream']:.2f}", f"{r['losses'][-1]:.4f}",
              f"{r['loss_difference']:.1e}"]
         )  # fmt: skip

@@ -30,6 +30,7 @@ import torch
 
 from megatron.efa.comm.transfers import Stage
 from megatron.efa.groups import TwoLevel
+from megatron.efa.traffic import watch
 
 STREAMS = 4
 """CUDA streams of a group: pieces that can be in flight at one time."""
@@ -77,7 +78,8 @@ class _Job(Handle):
 
     def run(self) -> None:
         try:
-            rounds(self._pieces, rail_first=self._rail_first)
+            with watch.inside():
+                rounds(self._pieces, rail_first=self._rail_first)
         except BaseException as error:
             self._error = error
         finally:
@@ -105,6 +107,17 @@ class _Lane:
         self._thread: threading.Thread | None = None
         self._streams: list[Any] = []
         self._used = 0
+
+    def run(
+        self,
+        pieces: Sequence[Stage],
+        tensors: Sequence[torch.Tensor],
+        async_op: bool,
+        rail_first: bool,
+    ) -> Handle | None:
+        if tensors[0].is_cuda:
+            return self.on_gpu(pieces, tensors, async_op, rail_first)
+        return self.on_cpu(pieces, async_op, rail_first)
 
     def on_cpu(self, pieces: Sequence[Stage], async_op: bool, rail_first: bool) -> Handle | None:
         job = _Job(pieces, rail_first)
@@ -139,7 +152,8 @@ class _Lane:
         self._used += len(pieces)
         for stream in used:
             stream.wait_stream(torch.cuda.current_stream())
-        rounds(pieces, streams, rail_first)
+        with watch.inside():
+            rounds(pieces, streams, rail_first)
         handle = _Events([stream.record_event() for stream in used], tensors)
         if async_op:
             return handle
@@ -188,6 +202,8 @@ def launch(
     group = two.rail or two.flat
     if (lane := _lanes.get(group)) is None:
         lane = _lanes[group] = _Lane()
-    if tensors[0].is_cuda:
-        return lane.on_gpu(pieces, tensors, async_op, rail_first)
-    return lane.on_cpu(pieces, async_op, rail_first)
+    on_gpu = tensors[0].is_cuda
+    if async_op:
+        return watch.handle(lane.run(pieces, tensors, async_op, rail_first), two.flat, on_gpu)
+    with watch.waiting(two.flat, on_gpu):
+        return lane.run(pieces, tensors, async_op, rail_first)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -214,6 +216,16 @@ def _signal_name(number: int) -> str:
 
 
 def free_port() -> int:
+    """A port of this host that nothing listens on, and from which no connection is made.
+
+    A rank dials the master before that listens, and Linux may give it, among the ports for outgoing
+    connections, the very one it dials: it is then connected to itself, and the port is taken.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(10_000, lowest)
+    for port in random.sample(ports, min(len(ports), 100)):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
