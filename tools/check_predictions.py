@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--rate", default="100mbit", help="of each node's link")
     p.add_argument("--calibration", type=Path, metavar="FILE.yaml", help="do not calibrate again")
+    p.add_argument("--measured", type=Path, metavar="FILE.json", help="steps of an earlier --json")
     p.add_argument("--steps", type=int, default=3, help="measured steps of a turn")
     p.add_argument("--rounds", type=int, default=2, help="turns of each layout")
     p.add_argument("--tolerance", type=float, default=0.15)
@@ -80,17 +81,17 @@ def _compare(args: Namespace) -> int:
         file = args.calibration or _calibrated(args, Path(folder) / "cluster.yaml")
         said = file.read_text()
         records = _predictions(str(file))
-        seen = _train(args, Path(folder) / "logs")
-    for record, seconds, sent in zip(records, seen["seconds"], seen["bytes"], strict=True):
-        record["measured_s"] = statistics.median(seconds)
-        record["measured_low_s"], record["measured_high_s"] = min(seconds), max(seconds)
-        record["measured_inter_node_bytes"] = sent
+        measured = _earlier(args) if args.measured else _train(args, Path(folder) / "logs")
+    for record in records:
+        record |= measured[record["layout"]]
         record["error"] = record["predicted_s"] / record["measured_s"] - 1
     wrong = _misordered(records)
     print(_table(records))
     print("order of all that are apart: " + ("; ".join(wrong) or "as measured"))
     if args.json:
         facts = {"rate": args.rate, "machine": report.machine(), "cluster": said}
+        if args.measured:
+            facts["measured"] = json.loads(args.measured.read_text())["machine"]
         write.text(args.json, json.dumps(facts | {"records": records}, indent=1) + "\n")
     off = [record for record in records if abs(record["error"]) > args.tolerance]
     return int(bool(off or wrong))
@@ -125,8 +126,22 @@ def _predictions(file: str) -> list[dict[str, Any]]:
     return records
 
 
-def _train(args: Namespace, logs: Path) -> dict[str, list[Any]]:
-    """Seconds of every measured step and bytes between nodes, by layout."""
+def _earlier(args: Namespace) -> dict[str, dict[str, Any]]:
+    """What an earlier run measured, by layout."""
+    try:
+        records = json.loads(args.measured.read_text())["records"]
+        kept = {
+            r["layout"]: {key: r[key] for key in r if key.startswith("measured_")} for r in records
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EfaError(f"--measured {args.measured}: no records of this tool: {error}") from None
+    if missing := [name for name in LAYOUTS if "measured_s" not in kept.get(name, {})]:
+        raise EfaError(f"--measured {args.measured}: it has no {missing[0]}")
+    return kept
+
+
+def _train(args: Namespace, logs: Path) -> dict[str, dict[str, Any]]:
+    """What every measured step took, and bytes between nodes, by layout."""
     step_rank.preload(gpu=False)
     iterations = ["--train-iters", str(2 + args.steps)]
     seen: dict[str, list[Any]] = {"seconds": [[] for _ in LAYOUTS], "bytes": [0.0] * len(LAYOUTS)}
@@ -145,7 +160,15 @@ def _train(args: Namespace, logs: Path) -> dict[str, list[Any]]:
             )
             seen["seconds"][index] += step_records.step_seconds(ranks, 2)
             seen["bytes"][index] = step_records.step_bytes(ranks, 2)
-    return seen
+    return {
+        name: {
+            "measured_s": statistics.median(seconds),
+            "measured_low_s": min(seconds),
+            "measured_high_s": max(seconds),
+            "measured_inter_node_bytes": sent,
+        }
+        for name, seconds, sent in zip(LAYOUTS, seen["seconds"], seen["bytes"], strict=True)
+    }
 
 
 def _misordered(records: list[dict[str, Any]]) -> list[str]:

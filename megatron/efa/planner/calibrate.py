@@ -5,6 +5,7 @@ megatron-efa calibrate --emulate --nodes 4 --ranks-per-node 2 --rate 100mbit -o 
 """
 
 import argparse
+import importlib.util
 import os
 import sys
 import tempfile
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and write; return the exit code."""
+    if importlib.util.find_spec("torch") is None:
+        raise EfaError("calibrate needs PyTorch: pip install 'megatron-efa[torch]'")
     if args.out.suffix not in (".yaml", ".yml"):
         raise EfaError(f"--out {args.out}: the name of a cluster's description ends in .yaml")
     if args.emulate:

@@ -1,5 +1,6 @@
 """What Megatron's layers and its step cost the host: real ones, too small for anything else."""
 
+import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +8,8 @@ from typing import Any
 
 _FEW = 4
 """Experts of a rank."""
+_MOST = 64
+"""Ranks that share experts."""
 _LEAST = 1e-6
 """Seconds, for differences that noise makes negative."""
 
@@ -38,8 +41,8 @@ class Host:
     step: float
     """Of a step beside its layers."""
     dispatch: tuple[tuple[str, float], ...]
-    """By dispatcher: what a mixture of experts takes longer when all ranks share its experts, and
-    hardly anything is sent: exchanges of counts and of almost empty messages, and their plans."""
+    """By dispatcher: what a mixture of experts takes longer when ranks (up to 64) share its experts
+    and send hardly anything: exchanges of counts and of almost empty messages, and their plans."""
 
 
 def measure(precision: str, seconds: Callable[[Callable[[], Any]], float]) -> Host:
@@ -64,7 +67,7 @@ def measure(precision: str, seconds: Callable[[Callable[[], Any]], float]) -> Ho
     few, many = moe(_FEW), moe(4 * _FEW)
     each = max((many - few) / (3 * _FEW), _LEAST)
     alone = max(few - _FEW * each, _LEAST)
-    ranks = dist.get_world_size()
+    ranks = math.gcd(dist.get_world_size(), _MOST)
     dispatch = tuple(
         (name, max(moe(_FEW * ranks, ranks, name) - few, _LEAST))
         for name in ("alltoall", "hierarchical")
@@ -89,7 +92,10 @@ def _times(
     local = cpu.enabled() or importlib.util.find_spec("transformer_engine") is None
     words = [*_TINY, *flags, "--global-batch-size", str(dist.get_world_size())]
     words += ["--bf16"] if precision == "bf16" else []
-    words += ["--transformer-impl", "local", "--attention-backend", "unfused"] if local else []
+    if local:
+        words += ["--transformer-impl", "local", "--attention-backend", "unfused"]
+    elif "--num-experts" in flags:
+        words.append("--moe-grouped-gemm")
     args = dryrun.parse(words, dist.get_rank(), dist.get_world_size())
     dryrun.make_groups(args)
     try:
