@@ -317,6 +317,8 @@ def run(argv: Sequence[str], world: int, ranks: Sequence[int] | None = None) -> 
                 reports.append(report(model, groups, args, rank, plain))
         finally:
             stop()
+    # What the job will run, whatever stood in for it here.
+    args.transformer_impl = "local" if plain else "transformer_engine"
     return DryRun(args, reports, whole(args, reports) if every else 0)
 
 
