@@ -19,6 +19,10 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("megatron.efa.bench.cli", "measure paths beside upstream on an emulated cluster"),
     "plan": ("megatron.efa.planner.cli", "find the fastest layout of a model that fits a cluster"),
     "calibrate": ("megatron.efa.planner.calibrate", "measure a cluster for the planner"),
+    "doctor": ("megatron.efa.doctor.cli", "check nodes, software and network before a job"),
+    "launch": ("megatron.efa.launch.cli", "render a job for a scheduler, and start it"),
+    "status": ("megatron.efa.launch.status_cli", "say how far a launched run has come"),
+    "logs": ("megatron.efa.launch.logs_cli", "show what a rank of a launched run printed"),
     "dry-run": ("megatron.efa.planner.dryrun_cli", "build ranks of a real job without its GPUs"),
 }
 

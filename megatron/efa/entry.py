@@ -35,7 +35,7 @@ def run(configure: Callable[[], Any], train: Callable[[Any], None], argv: Sequen
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
-        with _warnings_after():
+        with warnings_after():
             flags = prepare(argv, rank)
             if flags is None:
                 return 0
@@ -114,7 +114,7 @@ def _megatron_flags(words: Words, settings: list[Setting], rank: int) -> list[st
 
 
 @contextmanager
-def _warnings_after() -> Iterator[None]:
+def warnings_after() -> Iterator[None]:
     """Hold warnings back; show them if all goes well, so that an error does not drown in them."""
     show, held = warnings.showwarning, []
     warnings.showwarning = lambda *words, **more: held.append((words, more))

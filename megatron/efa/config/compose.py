@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from megatron.efa.config.nearest import hint
-from megatron.efa.config.words import GROUPS
+from megatron.efa.config.words import GROUPS, LAUNCH
 from megatron.efa.errors import EfaError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -30,7 +30,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 _NOT_GROUPS = f"a config holds groups ({', '.join(GROUPS)}), not a list or a single value"
 
-_CHOICE = re.compile(rf"({'|'.join(GROUPS)})=")
+_CHOICE = re.compile(rf"({'|'.join((*GROUPS, LAUNCH))})=")
 _VALUE = re.compile(r"([\w]+)\.([^=]+)=")
 
 
@@ -69,10 +69,19 @@ class _Source:
 
 
 def compose(config: str | None, overrides: Sequence[str] = ()) -> list[Setting]:
-    """Return the settings that file `config` (or none) and `overrides` make together.
+    """Return the settings for Megatron that file `config` (or none) and `overrides` make together.
+
+    That is `compose_all` without the group `launch`. Raises EfaError, one line, for whatever is
+    wrong with a file or an override.
+    """
+    return [setting for setting in compose_all(config, overrides) if setting.group != LAUNCH]
+
+
+def compose_all(config: str | None, overrides: Sequence[str] = ()) -> list[Setting]:
+    """Return all settings that file `config` (or none) and `overrides` make together.
 
     A value is a str, int, float, bool, or a list of them; null counts as not given and is left out.
-    Raises EfaError, one line, for whatever is wrong with a file or an override.
+    A key of the group `launch` may hold keys: it is then a name with dots. Raises EfaError, one line, for whatever is wrong with a file or an override.
     """
     if config is None and not overrides:
         return []
@@ -178,10 +187,10 @@ def _mark(node: yaml.Node, path: list[str], file: Path, places: dict[str, str]) 
 
 def _check_groups(places: dict[str, str]) -> None:
     for path, place in places.items():
-        if path.partition(".")[0] not in GROUPS:
+        if path.partition(".")[0] not in (*GROUPS, LAUNCH):
             raise EfaError(
                 f"{place}: {path!r} is not a group; a key stands under one of "
-                f"{', '.join(GROUPS)}{hint(path, GROUPS)}"
+                f"{', '.join(GROUPS)}{hint(path, (*GROUPS, LAUNCH))}"
             )
 
 
@@ -210,6 +219,9 @@ def _settings(composed: DictConfig, places: dict[str, str]) -> list[Setting]:
             value = _resolved(composed[group], key, f"{where}: {name}", names)
             if value is None:
                 continue
+            if group == LAUNCH:
+                settings |= {s.name: s for s in _flat(Setting(group, key, value, where), places)}
+                continue
             if key in settings:
                 other = settings[key]
                 raise EfaError(
@@ -218,6 +230,22 @@ def _settings(composed: DictConfig, places: dict[str, str]) -> list[Setting]:
                 )
             settings[key] = Setting(group, key, value, where)
     return list(settings.values())
+
+
+def _flat(setting: Setting, places: dict[str, str]) -> list[Setting]:
+    """A setting of `launch`, or those that it holds."""
+    if not isinstance(setting.value, dict):
+        return [setting] if setting.value is not None else []
+    inner = (
+        Setting(
+            setting.group,
+            f"{setting.key}.{key}",
+            value,
+            places.get(f"{setting.name}.{key}", setting.where),
+        )
+        for key, value in setting.value.items()
+    )
+    return [leaf for one in inner for leaf in _flat(one, places)]
 
 
 def _keys(composed: DictConfig, group: Any) -> list[str]:
@@ -237,7 +265,7 @@ def _resolved(group: DictConfig, key: str, subject: str, names: list[str]) -> An
         raise EfaError(f"{subject}: {_first_line(error)}{near}") from None
     except OmegaConfBaseException as error:
         raise EfaError(f"{subject}: {_first_line(error)}") from None
-    if isinstance(value, dict):
+    if isinstance(value, dict) and group._key() != LAUNCH:
         raise EfaError(f"{subject} is a mapping, but keys stand directly under their group")
     return value
 

@@ -8,11 +8,12 @@ from megatron.efa.errors import EfaError
 
 GROUPS = ("model", "parallel", "data", "train", "cluster", "efa")
 """The groups of a config. They are for the reader: a key may stand in any one of them."""
+LAUNCH = "launch"
+"""One more group, for `megatron-efa launch`; its keys are no arguments of Megatron's."""
 
+_ANY = "|".join((*GROUPS, LAUNCH))
 # `model.num_layers=4`, `+model.num_layers=4`, `~model.num_layers`, `model=deepseek_tiny`
-_OVERRIDE = re.compile(
-    rf"(\+\+|\+)?({'|'.join(GROUPS)})(\.[^=]*)?=.*|~({'|'.join(GROUPS)})\b.*", re.S
-)
+_OVERRIDE = re.compile(rf"(\+\+|\+)?({_ANY})(\.[^=]*)?=.*|~({_ANY})\b.*", re.S)
 
 
 @dataclass

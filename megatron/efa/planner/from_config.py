@@ -2,6 +2,7 @@
 
 import re
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from megatron.efa.planner.shape import Shape
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
-def shape_of(path: Path) -> Shape:
-    """Dimensions that the config's keys come to. Raises EfaError naming a key that is missing.
+def shape_of(path: Path, overrides: Sequence[str] = ()) -> Shape:
+    """Dimensions that the config's keys and `overrides` come to.
+
+    Raises EfaError naming a key that is missing.
 
     `vocab_size` may be left out where a tokenizer gives it; it then counts as 128,000.
     """
-    values = {setting.key: setting.value for setting in compose(str(path))}
+    values = {setting.key: setting.value for setting in compose(str(path), overrides)}
     missing = [key for key in _NEEDED if key not in values]
     if missing:
         raise EfaError(f"--model {path}: no {', '.join(missing)}, without which it is no model")

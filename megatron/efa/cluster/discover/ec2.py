@@ -24,7 +24,7 @@ def discover(instances: Sequence[str] | None = None, client: Any = None) -> Clus
     `client` is a boto3 EC2 client; by default one of the region that the environment or the
     instance itself names. Raises EfaError without permission, boto3 or instances.
     """
-    client = client or _client()
+    client = client or connect()
     described = _described(client, instances)
     if instances is not None:
         lost = [name for name in instances if name not in described]
@@ -144,7 +144,8 @@ def _message(error: Any) -> str:
     return error.response["Error"].get("Message", "no reason given")
 
 
-def _client() -> Any:
+def connect() -> Any:
+    """A boto3 EC2 client of the region that the environment or the instance names."""
     try:
         import boto3
         from botocore.config import Config
