@@ -6,6 +6,7 @@
     rows
     tools/fit_planner.py --hold model            leave whole models (or `gpu`) out instead
     tools/fit_planner.py --evaluate FILE.csv     predict every row of any file with those columns
+    tools/fit_planner.py --memory                published peaks of memory beside the planner's
 
 Errors are |predicted / measured - 1| of the step's time. `--json` prints median_abs_error,
 p90_abs_error, rows and not_predicted instead.
@@ -20,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.efa.errors import EfaError
-from megatron.efa.planner import constants, fit, published, report
+from megatron.efa.planner import constants, fit, peaks, published, report
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--data", type=Path, default=constants.PUBLISHED, help="rows to fit")
     p.add_argument("--hold", choices=("group", "model", "gpu"), default="group")
     p.add_argument("--write", action="store_true", help="write the constants fitted to all rows")
+    p.add_argument("--memory", action="store_true", help="compare published peaks of memory")
     p.add_argument("--json", action="store_true", help="print the summary as JSON alone")
     p.add_argument("--rows", action="store_true", help="print each row when cross-validating too")
     return p
@@ -41,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; return its exit code."""
     args = parser().parse_args(argv)
     try:
+        if args.memory:
+            print(peaks.table(peaks.peaks(published.read(args.data))))
+            return 0
         return _evaluate(args) if args.evaluate else _fit(args)
     except EfaError as error:
         print(f"fit_planner.py: {error}", file=sys.stderr)

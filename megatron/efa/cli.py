@@ -18,6 +18,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "traffic": ("megatron.efa.traffic.cli", "show, draw and compare what training steps sent"),
     "bench": ("megatron.efa.bench.cli", "measure paths beside upstream on an emulated cluster"),
     "plan": ("megatron.efa.planner.cli", "find the fastest layout of a model that fits a cluster"),
+    "calibrate": ("megatron.efa.planner.calibrate", "measure a cluster for the planner"),
     "doctor": ("megatron.efa.doctor.cli", "check nodes, software and network before a job"),
     "launch": ("megatron.efa.launch.cli", "render a job for a scheduler, and start it"),
     "status": ("megatron.efa.launch.status_cli", "say how far a launched run has come"),

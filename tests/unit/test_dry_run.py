@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.efa.planner import dryrun, memory
+from megatron.efa.planner import dryrun, memory, search
 from megatron.efa.planner.layout import Job
+from megatron.efa.planner.machines import of_kind
 from megatron.efa.planner.shape import find
 from megatron.efa.planner.write import render
 
@@ -39,7 +40,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(config):
-    done = dry_run("--world-size", "256", "--json", "--config", config)
+    done = dry_run("--world-size", "256", "--cluster", "p5en", "--json", "--config", config)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -61,6 +62,13 @@ def test_the_memory_model_counts_every_stage_exactly(built):
             ("optimizer_bytes", used.optimizer),
         ):
             assert counted == pytest.approx(rank[name], rel=1e-6), name
+
+
+def test_the_job_is_predicted_as_its_plan_is(built):
+    planned = search.evaluate(find("deepseek-v3"), [JOB], of_kind("p5en"))[0]
+    assert built["predicted"]["step_s"] == pytest.approx(planned.seconds, rel=1e-6)
+    for name, size in vars(planned.usage).items():
+        assert built["predicted"]["memory_bytes"][name] == pytest.approx(size, rel=1e-3), name
 
 
 def test_every_layer_stands_on_one_stage_and_experts_are_divided(built):

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 from megatron.efa.config.compose import EXAMPLES
 from megatron.efa.errors import EfaError
-from megatron.efa.planner import constants, fit, memory, page, published, report, search, time
+from megatron.efa.planner import (
+    constants,
+    fit,
+    memory,
+    page,
+    published,
+    report,
+    search,
+    time,
+    write,
+)
 from megatron.efa.planner.from_config import shape_of
 from megatron.efa.planner.layout import Job
 from megatron.efa.planner.machines import MACHINES, of_kind
@@ -72,6 +82,14 @@ def test_every_planned_example_is_the_model_of_the_catalogue():
         read, known = shape_of(file), find(file.stem)
         assert read.params(mtp=True) == known.params(mtp=True)
         assert read.flops_per_token(4096) == known.flops_per_token(4096)
+
+
+def test_a_planned_example_is_what_the_planner_gives_now():
+    """Else plan the examples anew: tools/plan_examples.py."""
+    shape, machine = find("qwen3-30b-a3b"), of_kind("p5")
+    best = search.search(shape, Job(16, 4096, 256), machine, {"dispatcher": "hierarchical"})[0]
+    file = EXAMPLES / "trillion/qwen3-30b-a3b-p5.yaml"
+    assert file.read_text() == write.render(shape, best.job, "p5")
 
 
 def test_memory_of_deepseek_v3_equals_the_published_table():

@@ -17,11 +17,19 @@ import yaml
 
 from megatron.efa import aside
 from megatron.efa.cluster.catalogue import Machine, machine
-from megatron.efa.cluster.model import Cluster, Link, Node
+from megatron.efa.cluster.model import Cluster, Compute, Link, Node, Points
 from megatron.efa.config.nearest import hint
 from megatron.efa.errors import EfaError
 
-_CLUSTER = {"source": str, "near": dict, "far": dict, "nodes": list, "spares": list, "notes": list}
+_CLUSTER = {
+    "source": str,
+    "near": dict,
+    "far": dict,
+    "compute": dict,
+    "nodes": list,
+    "spares": list,
+    "notes": list,
+}
 _NODE = {
     "name": str,
     "gpus": int,
@@ -31,7 +39,18 @@ _NODE = {
     "address": str,
     "instance": str,
 }
-_LINK = {"bytes_per_second": (int, float), "seconds": (int, float)}
+_LINK = {"bytes_per_second": (int, float), "seconds": (int, float), "curves": dict}
+_COMPUTE = {
+    "kind": str,
+    "memory_bytes": (int, float),
+    "memory_bytes_per_second": (int, float),
+    "gemm": dict,
+    "block_seconds": (int, float),
+    "moe_block_seconds": (int, float),
+    "expert_seconds": (int, float),
+    "step_seconds": (int, float),
+    "dispatch_seconds": dict,
+}
 
 
 def read(path: str | Path) -> Cluster:
@@ -70,6 +89,7 @@ def parse(said: Any, file: str) -> Cluster:
         links.get("near", near),
         links.get("far", far),
         tuple(str(note) for note in said.get("notes") or ()),
+        _compute(said["compute"], file) if said.get("compute") else None,
     )
 
 
@@ -104,7 +124,10 @@ def text_of(cluster: Cluster) -> str:
         lines.append(_line({"source": cluster.source}))
     for tier, link in (("near", cluster.near), ("far", cluster.far)):
         if link is not None:
-            lines.append(_line({tier: {"bytes_per_second": link.peak, "seconds": link.latency}}))
+            entry = {"bytes_per_second": link.peak, "seconds": link.latency}
+            lines.append(_line({tier: entry | _lists("curves", link.curves)}))
+    if cluster.compute is not None:
+        lines.append(_line({"compute": _said(cluster.compute)}))
     for name, nodes in (("nodes", cluster.nodes), ("spares", cluster.spares)):
         if nodes:
             lines.append(f"{name}:")
@@ -113,6 +136,25 @@ def text_of(cluster: Cluster) -> str:
         lines.append("notes:")
         lines += [f"  - {_flow(note)}" for note in cluster.notes]
     return "\n".join(lines) + "\n"
+
+
+def _lists(key: str, curves: tuple[tuple[str, Points], ...]) -> dict[str, Any]:
+    named = {name: [list(point) for point in points] for name, points in curves}
+    return {key: named} if named else {}
+
+
+def _said(compute: Compute) -> dict[str, Any]:
+    return {
+        "kind": compute.kind,
+        "memory_bytes": compute.memory,
+        "memory_bytes_per_second": compute.memory_rate,
+        **_lists("gemm", compute.gemm),
+        "block_seconds": compute.block,
+        "moe_block_seconds": compute.moe_block,
+        "expert_seconds": compute.expert,
+        "step_seconds": compute.step,
+        **({"dispatch_seconds": dict(compute.dispatch)} if compute.dispatch else {}),
+    }
 
 
 def _entry(node: Node) -> dict[str, Any]:
@@ -157,12 +199,60 @@ def _node(entry: Any, file: str, at: str) -> Node:
 
 def _link(entry: Any, file: str, at: str) -> Link:
     _check(entry, _LINK, file, at)
-    for key in _LINK:
+    for key in ("bytes_per_second", "seconds"):
         if key not in entry:
             raise EfaError(f"{file}: {at} has no {key}: it takes bytes_per_second and seconds")
     if not (entry["bytes_per_second"] > 0 and entry["seconds"] >= 0):
         raise EfaError(f"{file}: {at} is no link: its bytes_per_second must be above 0")
-    return Link(float(entry["bytes_per_second"]), float(entry["seconds"]))
+    curves = _curves(entry.get("curves") or {}, file, f"{at}.curves")
+    return Link(float(entry["bytes_per_second"]), float(entry["seconds"]), curves)
+
+
+def _compute(entry: Any, file: str) -> Compute:
+    _check(entry, _COMPUTE, file, "compute")
+    extra = ("gemm", "dispatch_seconds")
+    missing = [k for k in _COMPUTE if entry.get(k) is None and k != "dispatch_seconds"]
+    if missing:
+        raise EfaError(
+            f"{file}: compute has no {', '.join(missing)}: `megatron-efa calibrate` writes all"
+        )
+    numbers = {key: float(entry[key]) for key in _COMPUTE if key not in ("kind", *extra)}
+    dispatch = entry.get("dispatch_seconds") or {}
+    for name, value in dispatch.items():
+        if not isinstance(value, (int, float)) or not value > 0:
+            raise EfaError(f"{file}: compute.dispatch_seconds.{name} must be a number above 0")
+    wrong = [key for key, value in numbers.items() if not value > 0]
+    if wrong:
+        raise EfaError(f"{file}: compute.{wrong[0]} must be above 0")
+    gemm = _curves(entry["gemm"], file, "compute.gemm")
+    return Compute(
+        entry["kind"],
+        numbers["memory_bytes"],
+        numbers["memory_bytes_per_second"],
+        gemm,
+        numbers["block_seconds"],
+        numbers["moe_block_seconds"],
+        numbers["expert_seconds"],
+        numbers["step_seconds"],
+        tuple((str(name), float(value)) for name, value in dispatch.items()),
+    )
+
+
+def _curves(said: Any, file: str, at: str) -> tuple[tuple[str, Points], ...]:
+    """Named lists of points, each above the one before in its first number."""
+    found = []
+    for name, points in said.items():
+        numbers = isinstance(points, list) and all(
+            isinstance(p, list) and len(p) == 2 and all(isinstance(v, (int, float)) for v in p)
+            for p in points
+        )
+        sizes = [p[0] for p in points] if numbers else []
+        if not sizes or sizes != sorted(set(sizes)) or not all(v > 0 for p in points for v in p):
+            raise EfaError(
+                f"{file}: {at}.{name} must be a list of points [size, value], by size, above 0"
+            )
+        found.append((str(name), tuple((float(a), float(b)) for a, b in points)))
+    return tuple(found)
 
 
 def _check(entry: Any, keys: dict[str, Any], file: str, at: str) -> None:

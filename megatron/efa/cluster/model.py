@@ -9,6 +9,33 @@ import itertools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+Points = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What `megatron-efa calibrate` measured of one GPU (or of one rank on CPUs, all at work)."""
+
+    kind: str
+    """The GPU's name, or cpu."""
+    memory: float
+    """Bytes that a rank may use."""
+    memory_rate: float
+    """Bytes per second of a copy, reads and writes together."""
+    gemm: tuple[tuple[str, Points], ...]
+    """By precision: points (FLOPs of one GEMM, FLOP/s), by size."""
+    block: float
+    """Seconds that the host needs to launch attention's forward and backward of one layer."""
+    moe_block: float
+    """The same of a mixture of experts, the experts aside."""
+    expert: float
+    """The same of each expert that a rank holds: one after the other without grouped GEMMs."""
+    step: float
+    """Seconds of a step beside its layers: optimizer, gradient norm, data."""
+    dispatch: tuple[tuple[str, float], ...] = ()
+    """By dispatcher: seconds that a mixture of experts takes longer when its ranks exchange almost
+    nothing, forward and backward."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -21,6 +48,9 @@ class Link:
     """Bytes per second, one way."""
     latency: float
     """Seconds."""
+    curves: tuple[tuple[str, Points], ...] = ()
+    """What `megatron-efa calibrate` measured: by collective, points (bytes that one GPU sends to
+    others of the tier in a call, seconds of the call), by size. Empty: nothing was measured."""
 
     def seconds(self, size: float, messages: int = 1) -> float:
         """Time for `size` bytes in `messages` messages, one after the other."""
@@ -66,6 +96,8 @@ class Cluster:
     """Between two hosts, one GPU's share of its host's network."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What discovery could not find out, a sentence each."""
+    compute: Compute | None = None
+    """Of each GPU, where it was measured."""
 
     @cached_property
     def _starts(self) -> list[int]:

@@ -94,13 +94,19 @@ def as_json(cluster: Cluster) -> str:
         nodes.append(asdict(node) | {"ranks": [held.start, held.stop - 1]})
     made = {
         "source": cluster.source,
-        "near": cluster.near and asdict(cluster.near),
-        "far": cluster.far and asdict(cluster.far),
+        "near": _known(cluster.near),
+        "far": _known(cluster.far),
         "nodes": nodes,
         "spares": [asdict(node) for node in cluster.spares],
         "notes": list(cluster.notes),
     }
+    if cluster.compute is not None:
+        made["compute"] = asdict(cluster.compute)
     return json.dumps(made, indent=1)
+
+
+def _known(link: Link | None) -> dict[str, Any] | None:
+    return link and {key: value for key, value in asdict(link).items() if value != ()}
 
 
 ROW, STEP, WIDTH = 22, 170, 330

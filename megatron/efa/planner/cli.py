@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.efa.cluster.model import Cluster
 from megatron.efa.errors import EfaError
 from megatron.efa.planner import from_config, machines, page, search, shape, write
 from megatron.efa.planner.layout import DISPATCHERS, Job
@@ -32,12 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a published model (kimi-k2, ...) or a YAML of Megatron arguments",
     )
     parser.add_argument(
-        "--cluster", required=True, help="instance family: p5, p5en, p6-b200, p6-b300"
-    )
-    parser.add_argument("--nodes", type=int, required=True)
+        "--cluster", required=True,
+        help="instance family (p5, p5en, p6-b200, p6-b300), or the YAML of a cluster",
+    )  # fmt: skip
+    parser.add_argument("--nodes", type=int, help="nodes (default: all that the YAML lists)")
     parser.add_argument("--seq", type=int, default=4096, help="tokens in a sequence")
     parser.add_argument("--gbs", type=int, help="sequences in a step (default: 8 per GPU)")
-    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--precision", choices=("bf16", "fp8", "fp32"), default="bf16")
     parser.add_argument(
         "--tokens", default="15T", help="length of the training, for cost (15T, 500B)"
     )
@@ -65,10 +67,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan and print; return the exit code."""
     is_file = args.model.endswith(".yaml")
     model = from_config.shape_of(Path(args.model)) if is_file else shape.find(args.model)
-    machine = machines.of_kind(args.cluster)
-    if args.nodes < 1:
-        raise EfaError(f"--nodes {args.nodes}: give at least one node")
-    gpus = args.nodes * machine.node
+    machine, cluster = machines.of_word(args.cluster)
+    gpus = _nodes(args, cluster) * machine.node
     base = Job(
         gpus, args.seq, args.gbs or 8 * gpus, precision=args.precision,
         release=args.release, imbalance=args.imbalance,
@@ -80,14 +80,29 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_json(plans[: args.top], figures), indent=1))
     else:
         print(_table(plans, figures, model.name, args))
-        print(_why(plans))
+        print(why(plans))
         if args.explain:
             print(explain(model, plans[0]))
     if args.html:
         write.text(args.html, page.html(model, machine, plans[: args.top], figures))
     if args.write:
-        write.config(args.write, model, plans[0].job, args.cluster)
+        on_cpus = machine.measured is not None and machine.measured.synchronous
+        kind = args.cluster if cluster is None else cluster.nodes[0].kind
+        write.config(args.write, model, plans[0].job, kind, "cpu" if on_cpus else "gpu")
     return 0
+
+
+def _nodes(args: argparse.Namespace, cluster: Cluster | None) -> int:
+    """Nodes to plan for. Raises EfaError if not said, or more than the cluster has."""
+    have = len(cluster.nodes) if cluster else None
+    if args.nodes is None and have is None:
+        raise EfaError(f"--nodes is missing: say how many {args.cluster} nodes the job gets")
+    args.nodes = have if args.nodes is None else args.nodes
+    if args.nodes < 1:
+        raise EfaError(f"--nodes {args.nodes}: give at least one node")
+    if have is not None and args.nodes > have:
+        raise EfaError(f"--nodes {args.nodes}: {args.cluster} lists {have} nodes")
+    return args.nodes
 
 
 def amount(text: str) -> float:
@@ -140,7 +155,7 @@ def _table(plans: list[Plan], figures: list[dict], model: str, args: argparse.Na
     return "\n".join(lines)
 
 
-def _why(plans: list[Plan]) -> str:
+def why(plans: list[Plan]) -> str:
     """Best and runner-up side by side: the terms that differ most."""
     if len(plans) < 2:
         return ""

@@ -164,7 +164,6 @@ def build(args: Namespace, rank: int, world: int) -> tuple[list[Any], Any]:
     import torch
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megatron.core import parallel_state as mpu
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -173,16 +172,7 @@ def build(args: Namespace, rank: int, world: int) -> tuple[list[Any], Any]:
 
     args.rank = rank
     torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    mpu.initialize_model_parallel(
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        create_gloo_process_groups=False,
-        order="tp-cp-ep-dp-pp" if not args.use_tp_pp_dp_mapping else "tp-cp-ep-pp-dp",
-    )
+    make_groups(args)
     model_parallel_cuda_manual_seed(args.seed)
     config = gpt_config_from_args(args)
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -196,6 +186,22 @@ def build(args: Namespace, rank: int, world: int) -> tuple[list[Any], Any]:
             ModelType.encoder_or_decoder,
         )
     return model, groups
+
+
+def make_groups(args: Namespace) -> None:
+    """The job's process groups, in the world that torch.distributed has."""
+    from megatron.core import parallel_state as mpu
+
+    mpu.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,
+        order="tp-cp-ep-dp-pp" if not args.use_tp_pp_dp_mapping else "tp-cp-ep-pp-dp",
+    )
 
 
 def _plain(config: Any) -> None:
@@ -311,6 +317,8 @@ def run(argv: Sequence[str], world: int, ranks: Sequence[int] | None = None) -> 
                 reports.append(report(model, groups, args, rank, plain))
         finally:
             stop()
+    # What the job will run, whatever stood in for it here.
+    args.transformer_impl = "local" if plain else "transformer_engine"
     return DryRun(args, reports, whole(args, reports) if every else 0)
 
 

@@ -4,8 +4,11 @@ import argparse
 import json
 
 from megatron.efa.errors import EfaError
-from megatron.efa.planner import dryrun
+from megatron.efa.planner import dryrun, machines, predict
+from megatron.efa.planner.cli import explain
 from megatron.efa.planner.dryrun import DryRun, RankReport
+from megatron.efa.planner.search import Plan
+from megatron.efa.planner.shape import Shape
 
 GIB = 2**30
 
@@ -13,7 +16,11 @@ GIB = 2**30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommand's flags; every other word is pretrain_gpt.py's."""
     parser.add_argument(
-        "--world-size", type=int, required=True, metavar="N", help="ranks of the job"
+        "--world-size", type=int, metavar="N", help="ranks of the job (default: the cluster's)"
+    )
+    parser.add_argument(
+        "--cluster",
+        help="instance family or a cluster's YAML: say whether it fits there, and predict a step",
     )
     parser.add_argument(
         "--rank",
@@ -27,29 +34,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build and print; return the exit code."""
-    if args.world_size < 1:
-        raise EfaError(f"--world-size {args.world_size}: must be at least 1")
+    machine, cluster = machines.of_word(args.cluster) if args.cluster else (None, None)
+    if args.world_size is None and cluster is None:
+        raise EfaError("--world-size is missing: say how many ranks the job has")
+    world = cluster.world_size if args.world_size is None else args.world_size
+    if world < 1:
+        raise EfaError(f"--world-size {world}: must be at least 1")
+    if machine is not None and world % machine.node:
+        raise EfaError(f"--world-size {world}: {args.cluster} has nodes of {machine.node} ranks")
     if args.rank != "all-distinct" and not args.rank.isdigit():
         raise EfaError(f"--rank {args.rank}: give a rank or all-distinct")
     ranks = None if args.rank == "all-distinct" else [int(args.rank)]
     config = ["--config", args.config] if args.config else []
     words = [word for word in args.words if word != "--"]
-    outcome = dryrun.run([*config, *words], args.world_size, ranks)
+    outcome = dryrun.run([*config, *words], world, ranks)
+    planned = predict.of_args(outcome.args, machine) if machine else None
     if args.json:
-        print(json.dumps(_json(outcome), indent=1))
-    else:
-        print(_text(outcome))
+        print(json.dumps(_json(outcome, planned), indent=1))
+        return 0
+    print(_text(outcome, machine.node if machine else None))
+    if planned:
+        print(f"predicted, not measured (docs/planner.md has the errors):{explain(*planned)}")
+        print(f"  {predict.fits(planned[1], machine)}")
     return 0
 
 
-def _json(outcome: DryRun) -> dict:
-    return {
+def _json(outcome: DryRun, planned: tuple[Shape, Plan] | None) -> dict:
+    told = {
         "total_parameters": outcome.total_parameters,
         "ranks": [report.as_dict() for report in outcome.ranks],
     }
+    if planned:
+        _, plan = planned
+        told["predicted"] = {
+            "step_s": plan.seconds,
+            "seconds": plan.parts,
+            "memory_bytes": vars(plan.usage),
+        }
+    return told
 
 
-def _text(outcome: DryRun) -> str:
+def _text(outcome: DryRun, node: int | None) -> str:
     a = outcome.args
     lines = [
         f"{a.world_size} ranks: tp {a.tensor_model_parallel_size}, cp {a.context_parallel_size}, "
@@ -68,7 +93,8 @@ def _text(outcome: DryRun) -> str:
     lines.append("groups of the first rank (size: ranks):")
     for name, ranks in outcome.ranks[0].groups.items():
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        lines.append(f"  {name:<8} {len(ranks):>5}: {shown}")
+        nodes = f"  on {len({rank // node for rank in ranks})} nodes" if node else ""
+        lines.append(f"  {name:<8} {len(ranks):>5}: {shown}{nodes}")
     return "\n".join(lines)
 
 

@@ -82,14 +82,15 @@ SPREAD = np.array([PRIORS[name][1] for name in NAMES])
 
 def conditions(shape: Shape, job: Job, machine: Machine) -> Conditions:
     """What picks the constants of one run."""
-    peak = {"bf16": machine.bf16, "fp8": machine.fp8, "fp4": machine.fp8 * 1.3}[job.precision]
+    peaks = {"fp8": machine.fp8, "fp4": machine.fp8 * 1.3}
+    peak = peaks.get(job.precision, machine.bf16)
     return Conditions(
         peak=peak,
         peak16=machine.bf16,
         memory_rate=machine.memory_rate,
         near=machine.near,
         far=machine.far,
-        low=float(job.precision != "bf16"),
+        low=float(job.precision in ("fp8", "fp4")),
         hopper=float(machine.name.startswith("H")),
         ultra=float(machine.name.endswith("B300")),
         fused=float(_fused(shape, job, machine)),

@@ -1,12 +1,14 @@
 """A model's dimensions from a config that `pretrain_gpt.py` takes."""
 
 import re
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.efa.config.compose import compose
 from megatron.efa.errors import EfaError
+from megatron.efa.planner.layout import DISPATCHERS, Job
 from megatron.efa.planner.shape import Shape
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
@@ -25,16 +27,55 @@ def shape_of(path: Path, overrides: Sequence[str] = ()) -> Shape:
         raise EfaError(f"--model {path}: no {', '.join(missing)}, without which it is no model")
     if any(key.startswith("mamba") or key.startswith("hybrid") for key in values):
         raise EfaError(f"--model {path}: hybrids are planned by their published names only")
+    return of_values(values, path.stem, f"--model {path}")
+
+
+def of_args(args: Namespace) -> tuple[Shape, Job]:
+    """Dimensions and layout of Megatron's parsed and checked arguments. Raises EfaError."""
+    values = vars(args) | {"vocab_size": args.padded_vocab_size or args.vocab_size}
+    return of_values(values, "this model", "arguments"), job_of(args)
+
+
+def job_of(args: Namespace) -> Job:
+    """The layout of Megatron's parsed and checked arguments."""
+    modules = args.recompute_modules or ["core_attn"]
+    kinds = {None: (), "full": ("full",), "selective": modules}
+    low = "fp8" if getattr(args, "fp8", None) else "fp4" if getattr(args, "fp4", None) else None
+    stages = args.pipeline_model_parallel_size
+    exchange = "library" if args.moe_token_dispatcher_type == "flex" else "alltoall"
+    if args.moe_token_dispatcher_type in DISPATCHERS:
+        exchange = args.moe_token_dispatcher_type
+    return Job(
+        gpus=args.world_size,
+        seq=args.seq_length,
+        gbs=args.global_batch_size,
+        mbs=args.micro_batch_size,
+        tp=args.tensor_model_parallel_size,
+        pp=stages,
+        vp=args.virtual_pipeline_model_parallel_size or 1,
+        cp=args.context_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size or 1,
+        precision=low or ("bf16" if args.bf16 or args.fp16 else "fp32"),
+        recompute=frozenset(kinds[args.recompute_granularity]),
+        dispatcher=exchange,
+        ep_overlap=args.overlap_moe_expert_parallel_comm,
+        implementation=args.transformer_impl,
+    )
+
+
+def of_values(values: dict[str, Any], name: str, where: str) -> Shape:
+    """Dimensions that Megatron's arguments `values` come to. Raises EfaError naming `where`."""
     heads, hidden, layers = (
         values[k] for k in ("num_attention_heads", "hidden_size", "num_layers")
     )
     latent = bool(values.get("multi_latent_attention"))
     experts = values.get("num_experts") or 0
-    moe = _pattern(values.get("moe_layer_freq", 1), layers, path) if experts else [0] * layers
+    moe = _pattern(values.get("moe_layer_freq", 1), layers, where) if experts else [0] * layers
     ffn = values.get("ffn_hidden_size") or 4 * hidden
     grouped = values.get("group_query_attention")
     return Shape(
-        name=path.stem,
+        name=name,
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -61,7 +102,7 @@ def shape_of(path: Path, overrides: Sequence[str] = ()) -> Shape:
     )
 
 
-def _pattern(freq: Any, layers: int, path: Path) -> list[int]:
+def _pattern(freq: Any, layers: int, where: str) -> list[int]:
     """1 for each MoE layer, from a number, a list, or Megatron's `([0]*3+[1]*58)`."""
     if isinstance(freq, str) and re.fullmatch(r"[\d\s\[\]*+(),]+", freq):
         parts = re.findall(r"\[(\d)\](?:\*(\d+))?", freq)
@@ -70,7 +111,7 @@ def _pattern(freq: Any, layers: int, path: Path) -> list[int]:
         freq = [1 if i % freq == 0 else 0 for i in range(layers)]
     if not isinstance(freq, list) or len(freq) != layers or sorted(freq) != freq:
         raise EfaError(
-            f"--model {path}: moe_layer_freq must have one entry a layer, dense layers first, "
+            f"{where}: moe_layer_freq must have one entry a layer, dense layers first, "
             "for the planner"
         )
     return freq

@@ -25,7 +25,7 @@ class Job:
     ep: int = 1
     etp: int = 1
     precision: str = "bf16"
-    """bf16, fp8 or fp4: of the GEMMs."""
+    """bf16, fp8, fp4 or fp32: of the GEMMs."""
     recompute: frozenset[str] = field(default_factory=frozenset)
     """Megatron's recompute modules, or {"full"}."""
     dispatcher: str = "alltoall"
@@ -39,6 +39,8 @@ class Job:
     """Tokens over an expert's capacity are dropped."""
     release: str = "plain"
     """Key of the release factors in data/constants.yaml."""
+    implementation: str = "transformer_engine"
+    """Of the layers: Megatron's --transformer-impl."""
     moment_bytes: int = 4
     grad_bytes: int = 4
 
@@ -54,6 +56,11 @@ class Job:
     @property
     def microbatches(self) -> int:
         return max(round(self.gbs / (self.dp * self.mbs)), 1)
+
+    @property
+    def tokens(self) -> float:
+        """Of a microbatch on one rank: a tensor and context rank has its share of each sequence."""
+        return self.mbs * self.seq / (self.tp * self.cp)
 
     def check(self) -> None:
         """Raises EfaError if the sizes do not divide."""

@@ -7,8 +7,11 @@ rates are the vendor's data sheets; rates between nodes are the line rate of one
 import re
 from dataclasses import dataclass, replace
 
-from megatron.efa.cluster import catalogue
+from megatron.efa.cluster import catalogue, describe
+from megatron.efa.cluster.model import Cluster
 from megatron.efa.errors import EfaError
+from megatron.efa.planner import rates as curves
+from megatron.efa.planner.rates import Measured
 
 OLD_HOSTS = ("A100", "H100")
 """GPUs whose EFA hosts are of the older generation."""
@@ -40,6 +43,8 @@ class Machine:
     """`efa`, `ib` or `none`."""
     node: int = 8
     """GPUs of a host."""
+    measured: Measured | None = None
+    """Curves of a calibrated cluster, which then stand for all rates."""
     old_host: bool = False
     """Hosts and EFA of the generation of the published p5 runs, which are slower to launch."""
 
@@ -90,6 +95,44 @@ def of_kind(kind: str) -> Machine:
         fabric="efa" if node.fabric == "efa" else "ib",
         old_host=node.fabric == "efa" and gpu in OLD_HOSTS,
     )
+
+
+def of_word(word: str) -> tuple[Machine, Cluster | None]:
+    """The machine that --cluster names: a family, a kind, or the YAML that describes a cluster.
+
+    Raises EfaError if it names none.
+    """
+    if not word.endswith((".yaml", ".yml")):
+        return of_kind(word), None
+    cluster = describe.read(word)
+    return of_cluster(cluster, word), cluster
+
+
+def of_cluster(cluster: Cluster, file: str) -> Machine:
+    """What the planner needs of a described cluster: curves if it is calibrated, else its kind's
+    rates with the links of the description. Raises EfaError if it says neither."""
+    rates = curves.of(cluster)
+    sizes = {node.gpus for node in cluster.nodes}
+    if len(sizes) > 1:
+        raise EfaError(f"{file}: nodes have {sorted(sizes)} GPUs: the planner takes equal nodes")
+    size = sizes.pop()
+    kinds = sorted({node.kind for node in cluster.nodes} - {""})
+    if rates is not None:
+        peak = max(rate for _, points in rates.compute.gemm for _, rate in points)
+        return Machine(
+            rates.compute.kind, peak, peak, peak, rates.compute.memory, rates.compute.memory_rate,
+            cluster.near.peak if cluster.near else 0.0, cluster.far.peak if cluster.far else 0.0,
+            domain=size, fabric="none", node=size, measured=rates,
+        )  # fmt: skip
+    if len(kinds) != 1 or kinds == ["emulated"]:
+        raise EfaError(
+            f"{file}: nodes are of {' and '.join(kinds) or 'no named kind'}, and it was not "
+            "calibrated: name one kind of the catalogue, or run `megatron-efa calibrate` there"
+        )
+    machine = of_kind(kinds[0])
+    near = cluster.near.peak / catalogue.NEAR_SHARE if cluster.near else machine.near
+    far = cluster.far.peak / catalogue.FAR_SHARE if cluster.far else machine.far
+    return replace(machine, near=near, far=far, node=size, domain=max(machine.domain, size))
 
 
 def of_gpu(gpu: str, interconnect: str = "") -> Machine:

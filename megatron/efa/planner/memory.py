@@ -1,14 +1,13 @@
 """Bytes of one rank: weights, gradients, optimizer, activations, buffers.
 
-Weights, gradients and optimizer are exact (the dry run counts the same). Activations are what
-Transformer
-Engine's and Megatron's modules save for the backward pass, tensor by tensor, times the microbatches
-that
+Weights, gradients and optimizer are exact (the dry run counts the same). Activations are what the
+modules save for the backward pass, tensor by tensor (`activations`), times the microbatches that
 the schedule keeps in flight.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron.efa.planner import activations
 from megatron.efa.planner.layout import Job
 from megatron.efa.planner.pipeline import stages
 from megatron.efa.planner.shape import Shape
@@ -79,18 +78,27 @@ class Usage:
 
 
 def states(job: Job) -> States:
-    """What a rank keeps under Megatron's distributed optimizer."""
+    """What a rank keeps under Megatron's distributed optimizer; in fp32 weights are the masters."""
+    if job.precision == "fp32":
+        return States(weight=4, gradient=4, master=0, moments=2 * job.moment_bytes)
     return States(gradient=job.grad_bytes, moments=2 * job.moment_bytes)
 
 
-def held(shape: Shape, job: Job, stage: int) -> Held:
-    """Parameters of a rank of pipeline stage `stage`; exact, with tensor parallelism's replicas."""
-    plain, moe = stages(shape, job.pp, job.vp, job.seq)[stage]
+def held(shape: Shape, job: Job, stage: int, split: tuple[int, int] | None = None) -> Held:
+    """Parameters of a rank of pipeline stage `stage`; exact, with tensor parallelism's replicas.
+
+    `split`: (dense, MoE) layers of the stage, where they are not the planner's own. Hybrids of
+    several kinds of blocks count as if every stage had the same share of each kind.
+    """
+    plain, moe = split or stages(shape, job.pp, job.vp, job.seq)[stage]
     h, tp = shape.hidden, job.tp
-    dense = (plain + moe) * (_attention(shape, tp) + 2 * h)
-    dense += plain * shape.matrices * h * shape.ffn / tp
-    dense += moe * _moe_dense(shape, tp)
-    expert = moe * shape.experts * shape.expert_params() / (job.ep * job.etp)
+    if shape.hybrid:
+        dense, expert = _hybrid_blocks(shape, job, (plain + moe) / shape.layers)
+    else:
+        dense = (plain + moe) * (_attention(shape, tp) + 2 * h)
+        dense += plain * shape.matrices * h * shape.ffn / tp
+        dense += moe * _moe_dense(shape, tp)
+        expert = moe * shape.experts * shape.expert_params() / (job.ep * job.etp)
     if stage == 0:
         dense += shape.vocab * h / tp
     if stage == job.pp - 1:
@@ -100,10 +108,23 @@ def held(shape: Shape, job: Job, stage: int) -> Held:
             if shape.experts:
                 block += _moe_dense(shape, tp)
                 expert += shape.mtp * shape.experts * shape.expert_params() / (job.ep * job.etp)
+            else:
+                block += shape.matrices * h * shape.ffn / tp
             dense += shape.mtp * block
             if job.pp > 1:
                 dense += shape.vocab * h / tp  # MTP embeds its tokens where it stands
     return Held(dense, expert)
+
+
+def _hybrid_blocks(shape: Shape, job: Job, share: float) -> tuple[float, float]:
+    """(dense, expert) parameters of a stage with `share` of a hybrid's blocks."""
+    h, tp = shape.hidden, job.tp
+    mixers = shape.attention_layers * _attention(shape, tp)
+    mixers += shape.linear * shape.linear_matrices() / tp
+    dense = mixers + shape.layers * h + shape.moe * _moe_dense(shape, tp)
+    dense += shape.dense_mlps * (shape.matrices * h * shape.ffn / tp + h)
+    expert = shape.moe * shape.experts * shape.expert_params() / (job.ep * job.etp)
+    return share * dense, share * expert
 
 
 def _attention(shape: Shape, tp: int) -> float:
@@ -127,38 +148,6 @@ def _moe_dense(shape: Shape, tp: int) -> float:
     )
 
 
-def layer_activations(shape: Shape, job: Job, moe: bool) -> float:
-    """Bytes per token (of a tensor and context rank) that one layer saves for backward."""
-    names, h, n = job.recompute, shape.hidden, shape.heads
-    if "full" in names:
-        return BF16 * h
-    low = 1 if job.precision != "bf16" else BF16  # inputs of GEMMs are saved in their precision
-    norm_outputs = 0 if "layernorm" in names else 2 * low * h
-    total = 2 * BF16 * h + norm_outputs
-    qk, v = n * shape.query_dim, n * shape.value_dim
-    if shape.mla:
-        total += low * 2 * max(shape.q_lora, 0) + low * (2 * shape.kv_lora + shape.qk_rope)
-        total += BF16 * (v if "mla_up_proj" in names else 2 * qk + v)
-    else:
-        total += BF16 * (qk + 2 * shape.kv * shape.head_dim)
-    total += BF16 * n * shape.value_dim + FP32 * n
-    if not moe:
-        if "mlp" in names:
-            return total
-        return total + shape.ffn * (
-            BF16 * (shape.matrices - 1) + (0 if "moe_act" in names else low)
-        )
-    if "moe" in names:
-        return total
-    total += FP32 * 2 * shape.experts
-    rows = shape.topk
-    total += rows * (low * shape.expert_width + BF16 * (shape.matrices - 1) * shape.expert_ffn)
-    total += 0 if "moe_act" in names else rows * low * shape.expert_ffn
-    if "shared_experts" not in names:
-        total += shape.shared_ffn * (BF16 * (shape.matrices - 1) + low)
-    return total
-
-
 def chunks_in_flight(job: Job, stage: int) -> int:
     """Model chunks whose activations a stage keeps at its fullest moment (1F1B; interleaved with
     vp)."""
@@ -168,24 +157,29 @@ def chunks_in_flight(job: Job, stage: int) -> int:
     return min(warm, job.microbatches * job.vp)
 
 
-def usage(shape: Shape, job: Job, stage: int, kept: States | None = None) -> Usage:
-    """Bytes of a rank of pipeline stage `stage`."""
-    params = held(shape, job, stage)
+def usage(
+    shape: Shape,
+    job: Job,
+    stage: int,
+    kept: States | None = None,
+    split: tuple[int, int] | None = None,
+) -> Usage:
+    """Bytes of a rank of stage `stage`; `kept` and `split` stand in for the planner's own."""
+    params = held(shape, job, stage, split)
     weights, gradients, optimizer = (kept or states(job)).split(
         params.dense, params.expert, job.dp * job.cp, job.edp
     )
-    tokens = job.mbs * job.seq / (job.tp * job.cp)
-    plain, moe = stages(shape, job.pp, job.vp, job.seq)[stage]
-    dense_bytes = layer_activations(shape, job, moe=False)
-    moe_bytes = layer_activations(shape, job, moe=True) if shape.experts else dense_bytes
-    chunk = (plain * dense_bytes + moe * moe_bytes) / job.vp
+    plain, moe = split or stages(shape, job.pp, job.vp, job.seq)[stage]
+    chunk = activations.blocks(shape, job, plain, moe) / job.vp
     live = chunk * chunks_in_flight(job, stage)
     if stage == job.pp - 1:
-        live += shape.mtp * (moe_bytes + 4 * BF16 * shape.hidden)
+        live += shape.mtp * activations.mtp(shape, job)
+        live += sum(activations.last(shape, job).values())
     if stage == 0:
-        live += BF16 * shape.hidden * chunks_in_flight(job, stage) / job.vp
+        first = sum(activations.first(shape, job).values())
+        live += first * chunks_in_flight(job, stage) / job.vp
     buffers = _buffers(shape, job, stage)
-    live, buffers = live * tokens, buffers * tokens
+    live, buffers = live * job.tokens, buffers * job.tokens
     groups = sum(size > 1 for size in (job.tp, job.cp, job.pp, job.ep, job.dp, job.edp)) + 1
     allocated = weights + gradients + optimizer + live + buffers
     overhead = CONTEXT + COMMUNICATOR * groups + FRAGMENTED * allocated
@@ -197,19 +191,18 @@ def _buffers(shape: Shape, job: Job, stage: int) -> float:
     computed."""
     total = 0.0
     if stage == job.pp - 1:
-        # logits in bf16, their fp32 copy and its gradient; one head at a time
-        total += shape.vocab * (BF16 + FP32)
+        total += shape.vocab * BF16  # logits, whose fp32 exponentials are among the saved tensors
     if shape.experts and job.ep > 1:
         rows = shape.topk if job.dispatcher == "alltoall" else shape.topk + job.ep / 8
         total += 2 * rows * shape.expert_width * BF16
     if "full" in job.recompute or "moe" in job.recompute:
-        plain = Job(job.gpus, job.seq, job.gbs, precision=job.precision)
-        total += layer_activations(shape, plain, moe=shape.experts > 0)
+        whole = replace(job, recompute=job.recompute - {"full", "moe"})  # one layer at a time
+        total += sum(activations.layer(shape, whole, moe=shape.experts > 0).values())
     return total
 
 
-def fullest(shape: Shape, job: Job) -> Usage:
-    """The stage with the most bytes.
+def fullest(shape: Shape, job: Job, kept: States | None = None) -> Usage:
+    """The stage with the most bytes; `kept`: bytes per parameter, if not those of `states`.
 
     Microbatches in flight fall with the stage, so it is the first with a given split of its layers,
     or the
@@ -217,4 +210,4 @@ def fullest(shape: Shape, job: Job) -> Usage:
     """
     split = stages(shape, job.pp, job.vp, job.seq)
     candidates = {split.index(layers) for layers in split} | {0, min(1, job.pp - 1), job.pp - 1}
-    return max((usage(shape, job, stage) for stage in candidates), key=lambda u: u.total)
+    return max((usage(shape, job, stage, kept) for stage in candidates), key=lambda u: u.total)

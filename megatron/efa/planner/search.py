@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from megatron.efa.errors import EfaError
-from megatron.efa.planner import constants, fit, memory, time
+from megatron.efa.planner import constants, fit, measured, memory, time
 from megatron.efa.planner.layout import Job
 from megatron.efa.planner.machines import MACHINES, Machine
 from megatron.efa.planner.pipeline import slots
@@ -127,7 +127,13 @@ def evaluate(
     if not jobs:
         return []
     rows = fit.table([Run({}, shape, job, machine, 1.0) for job in jobs])
-    parts = time.breakdown(rows.work, rows.conditions, constants.load())
+    c, rates = rows.conditions, machine.measured
+    if rates is None:
+        parts = time.breakdown(rows.work, c, constants.load())
+    else:
+        kinds = np.array([job.precision for job in jobs])
+        ways = np.array([job.dispatcher for job in jobs])
+        parts = measured.breakdown(rows.work, kinds, ways, c.overlap, c.imbalance, rates)
     named = {name: np.broadcast_to(values, len(jobs)) for name, values in parts.items()}
     seconds = sum(named.values())
     return [

@@ -91,6 +91,11 @@ class Shape:
         return mixers - self.linear
 
     @property
+    def hybrid(self) -> bool:
+        """Whether blocks are of several kinds, or mixers not all attention."""
+        return self.linear > 0 or self.moe_layers >= 0
+
+    @property
     def mla(self) -> bool:
         return self.kv_lora > 0
 

@@ -8,6 +8,7 @@ into arrays for the fit.
 
 from dataclasses import dataclass
 
+from megatron.efa.planner.activations import width
 from megatron.efa.planner.layout import Job
 from megatron.efa.planner.machines import Machine
 from megatron.efa.planner.pipeline import uneven
@@ -26,6 +27,8 @@ class Work:
     expert_gemm: float
     expert_rows: float
     """Rows that one expert's GEMM sees."""
+    experts_here: float
+    """Of one layer, on a rank."""
     head: float
     """FLOPs of the logits, always in bf16."""
     attention: float
@@ -54,6 +57,8 @@ class Work:
     """Rows sent to other nodes."""
     ep_calls: float
     """Exchanges of tokens."""
+    tp_calls: float
+    """Gathers and scatters of activations over the tensor group."""
     tp_near: float
     tp_far: float
     cp_bytes: float
@@ -69,6 +74,8 @@ class Work:
     dp_near: float
     """Bytes a step: gradients scattered and weights gathered inside the domain."""
     dp_far: float
+    reduce: float
+    """Of the data-parallel bytes, the share that gradients have."""
     optimizer: float
     """Bytes a step."""
     fsdp_near: float
@@ -122,44 +129,46 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
     if job.natural is False and job.drop:
         near, far = near * 0.9, far * 0.9
     exchanges = 4 + (2 if passes["moe"] > 3 else 0)
-    row = shape.expert_width * BF16
+    e = width(job)
+    row = shape.expert_width * e
     rows = tokens * moe_layers * exchanges
 
     dense_params, expert_params = _held(shape, job)
     table = shape.vocab * h * (1 if shape.tied else 2) / job.tp
     gemm_weights = (dense_params + expert_params) * job.pp - table
-    gather = 1 if job.precision != "bf16" else BF16
+    gather = _gathered(job)
     tp_group_far = job.tp > machine.domain
-    tp_bytes = (4 + (2 if full else 0)) * (attention_layers + dense_layers + moe_layers * 0.5)
-    tp_bytes *= tokens * job.tp * h * BF16 * (job.tp - 1) / job.tp
+    tp_calls = (4 + (2 if full else 0)) * (attention_layers + dense_layers + moe_layers * 0.5)
+    tp_bytes = tp_calls * tokens * job.tp * h * e * (job.tp - 1) / job.tp
     kv = (
         shape.heads * (shape.query_dim + shape.value_dim)
         if shape.mla
         else 2 * shape.kv * shape.head_dim
     )
-    cp_bytes = 3 * attention_layers * tokens * kv / job.tp * job.tp * BF16 * (job.cp - 1)
+    cp_bytes = 3 * attention_layers * tokens * kv / job.tp * job.tp * e * (job.cp - 1)
 
     dp_near, dp_far = _data_parallel(job, machine, dense_params, expert_params)
-    fsdp = dense_params * 3 * BF16 * float(job.fsdp)
+    fsdp = dense_params * 3 * e * float(job.fsdp)
     shard = dense_params / (job.dp * job.cp) + expert_params / job.edp
     mlp_width = moe_layers * shape.topk * shape.expert_ffn
     return Work(
         gemm=2 * dense * tokens,
         expert_gemm=2 * routed * tokens,
         expert_rows=max(tokens * shape.topk * job.ep * job.etp / max(shape.experts, 1), 1.0),
+        experts_here=max(shape.experts / job.ep, 1.0),
         head=6 * shape.vocab * h * (1 + shape.mtp) * tokens,
         attention=2 * core * tokens,
         scan=tokens * shape.linear * shape.linear_heads * shape.linear_dim * 20 * passes["linear"],
         elementwise=tokens * (
-            attention_layers * BF16 * 24 * h * shape.streams
-            + (shape.linear + moe_layers) * BF16 * 12 * h
-            + dense_layers * BF16 * 12 * shape.ffn
-            + moe_layers * BF16 * 12 * shape.shared_ffn
+            attention_layers * e * 24 * h * shape.streams
+            + (shape.linear + moe_layers) * e * 12 * h
+            + dense_layers * e * 12 * shape.ffn
+            + moe_layers * e * 12 * shape.shared_ffn
             + shape.vocab * (1 + shape.mtp) * 20
         ) * (4 / 3 if full else 1.0),
-        heads=tokens * attention_layers * BF16 * 10 * shape.heads
+        heads=tokens * attention_layers * e * 10 * shape.heads
         * (shape.query_dim + shape.value_dim),
-        permute=tokens * BF16 * (
+        permute=tokens * e * (
             moe_layers * shape.topk * shape.expert_width * 16 + mlp_width * 14
         ) * passes["moe"] / 3,
         unfused=tokens * BF16 * mlp_width * 14 * shape.unfused * passes["moe"] / 3,
@@ -176,11 +185,12 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
         ep_far=rows * far * row,
         ep_rows=rows * far,
         ep_calls=moe_layers * exchanges * (1.0 if job.ep > 1 else 0.0),
+        tp_calls=tp_calls * (job.tp > 1),
         tp_near=0.0 if tp_group_far else tp_bytes,
         tp_far=tp_bytes if tp_group_far else 0.0,
         cp_bytes=cp_bytes if job.cp * job.tp <= machine.domain else 0.0,
         cp_far=0.0 if job.cp * job.tp <= machine.domain else cp_bytes,
-        pp_bytes=tokens * h * BF16 * (job.pp > 1),
+        pp_bytes=tokens * h * e * (job.pp > 1),
         pp_far=float(job.gpus > machine.domain),
         stages=job.pp,
         chunks=job.vp,
@@ -188,6 +198,7 @@ def measure(shape: Shape, job: Job, machine: Machine) -> Work:
         uneven=uneven(shape, job.pp, job.vp, job.seq),
         dp_near=dp_near,
         dp_far=dp_far,
+        reduce=job.grad_bytes / (job.grad_bytes + gather),
         optimizer=shard * (24 + 2 * job.moment_bytes) + (dense_params + expert_params) * FP32 * 2,
         fsdp_near=fsdp * job.pp,
         fsdp_far=fsdp * job.pp * (job.dp * job.tp > machine.domain) / max(machine.domain / job.tp,
@@ -219,13 +230,18 @@ def _held(shape: Shape, job: Job) -> tuple[float, float]:
     return dense / (job.tp * job.pp), routed / (job.ep * job.etp * job.pp)
 
 
+def _gathered(job: Job) -> int:
+    """Bytes of a weight as the data-parallel group gathers it and GEMMs read it."""
+    return width(job) if job.precision in ("bf16", "fp32") else 1
+
+
 def _data_parallel(job: Job, machine: Machine, dense: float, expert: float) -> tuple[float, float]:
     """(bytes inside the domain, bytes between domains) of gradients and weights in a step.
 
     A ring over all GPUs of a domain that are in the group enters the domain once for all of them.
     """
     near = far = 0.0
-    gather = 1 if job.precision != "bf16" else BF16
+    gather = _gathered(job)
     for held, group, stride in (
         (dense, job.dp * job.cp, job.tp),
         (expert, job.edp, job.ep * job.etp),

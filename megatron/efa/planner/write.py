@@ -21,7 +21,7 @@ def text(path: Path, content: str) -> None:
         raise EfaError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def config(path: Path, shape: Shape, job: Job, cluster: str) -> None:
+def config(path: Path, shape: Shape, job: Job, cluster: str, engine: str = "gpu") -> None:
     """Write the config of `job`. Raises EfaError if the project has no example of the model."""
     if path.suffix != ".yaml":
         raise EfaError(f"--write {path}: the name of a config file must end in .yaml")
@@ -31,16 +31,17 @@ def config(path: Path, shape: Shape, job: Job, cluster: str) -> None:
             f"--write: there is no examples/model/{shape.name}.yaml to name in the config; "
             f"models with one are {', '.join(have)}"
         )
-    text(path, render(shape, job, cluster))
+    text(path, render(shape, job, cluster, engine))
 
 
-def render(shape: Shape, job: Job, cluster: str) -> str:
-    """The config's text."""
+def render(shape: Shape, job: Job, cluster: str, engine: str = "gpu") -> str:
+    """The config's text; `engine` names a file of examples/cluster."""
     lines = [
         f"# {shape.name} on {job.gpus} GPUs ({cluster}), planned by `megatron-efa plan`.",
         "defaults:",
         f"  - /model: {shape.name}",
         *(f"  - /{group}: {name}" for group, name in _DEFAULTS),
+        f"  - /cluster: {engine}",
         "  - _self_",
         "",
         "model:",
@@ -69,7 +70,6 @@ _DEFAULTS = (
     ("data", "mock"),
     ("train", "pretrain"),
     ("parallel", "data"),
-    ("cluster", "gpu"),
 )
 
 
