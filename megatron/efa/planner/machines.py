@@ -73,13 +73,18 @@ MACHINES: dict[str, Machine] = {
 }
 
 
+def host_of(kind: str) -> catalogue.Machine:
+    """What the catalogue has of `kind`, or of a family's largest one. Raises EfaError."""
+    sizes = [catalogue.machine(k) for k in catalogue.kinds() if k.split(".")[0] == kind]
+    return max(sizes, key=lambda m: m.gpus or 0) if sizes else catalogue.machine(kind)
+
+
 def of_kind(kind: str) -> Machine:
     """The machine of a kind of node in the catalogue, or of a family's largest one (`p5en`).
 
     Raises EfaError if the catalogue has none such, or the planner does not know its GPU.
     """
-    sizes = [catalogue.machine(k) for k in catalogue.kinds() if k.split(".")[0] == kind]
-    node = max(sizes, key=lambda m: m.gpus or 0) if sizes else catalogue.machine(kind)
+    node = host_of(kind)
     gpu = (node.gpu or "").split("-")[0]
     if gpu not in MACHINES or not node.gpus:
         raise EfaError(

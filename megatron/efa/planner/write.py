@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 
 from megatron.efa.aside import beside
+from megatron.efa.cluster import catalogue
 from megatron.efa.config.compose import EXAMPLES
 from megatron.efa.errors import EfaError
 from megatron.efa.planner.layout import Job
+from megatron.efa.planner.machines import host_of
 from megatron.efa.planner.pipeline import layout
 from megatron.efa.planner.shape import Shape
 
@@ -63,6 +65,9 @@ def render(shape: Shape, job: Job, cluster: str, engine: str = "gpu") -> str:
     if job.precision == "fp8":
         recipe = "mxfp8" if "b" in cluster else "blockwise"
         lines += ["", "cluster:", "  fp8: e4m3", f"  fp8_recipe: {recipe}"]
+    if cluster in {word for kind in catalogue.kinds() for word in (kind, kind.split(".")[0])}:
+        host = host_of(cluster)
+        lines += ["", "launch:", f"  kind: {host.kind}", f"  nodes: {job.gpus // host.gpus}"]
     return "\n".join(lines) + "\n"
 
 
