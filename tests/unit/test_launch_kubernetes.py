@@ -149,6 +149,13 @@ def test_pods_get_devices_from_the_plugin_and_a_large_shm(kind):
     assert volumes[inside["/fsx"]]["persistentVolumeClaim"]["claimName"] == "fsx"
 
 
+def test_pods_are_told_no_path_of_this_machine():
+    made = job.build(CONFIG, [*COMMON, "launch.kind=p5en.48xlarge"], "kubernetes")
+    text = cli.render(made)["job.yaml"]
+    assert str(job.ROOT) not in text
+    assert f"WORKDIR {made.workdir}\n" in (job.ROOT / "Dockerfile").read_text()
+
+
 def test_pods_stay_near_by_kueue_or_by_affinity():
     layer = "topology.k8s.aws/network-node-layer-"
     terms = pod(of("trainjob"))["spec"]["affinity"]["podAffinity"]

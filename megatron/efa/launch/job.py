@@ -21,6 +21,7 @@ from megatron.efa.launch.settings import Launch
 
 ROOT = Path(__file__).resolve().parents[3]
 KUBERNETES = ("kubernetes", "hyperpod")
+IN_IMAGE = "/opt/megatron-efa"
 _LIVE = ("slurm",)
 """Sources of the cluster that only tell something inside the job."""
 
@@ -58,7 +59,8 @@ class Job:
 
     @property
     def workdir(self) -> str:
-        return self.launch.workdir or str(ROOT)
+        """Of this project on the nodes: pods have what the Dockerfile put there."""
+        return self.launch.workdir or (IN_IMAGE if self.target in KUBERNETES else str(ROOT))
 
     @property
     def config(self) -> str:

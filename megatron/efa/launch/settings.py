@@ -96,7 +96,7 @@ class Launch:
     """Of the container (Slurm): /fsx:/fsx."""
     python: str = "python3"
     workdir: str = ""
-    """Of this project, on the nodes; default: where it is here."""
+    """Of this project, on the nodes; default: where it is here; in pods as in the Dockerfile."""
     script: str = "pretrain_gpt.py"
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the ranks."""
